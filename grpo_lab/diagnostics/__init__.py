@@ -28,7 +28,7 @@ class Diagnosis:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the rules that say something is wrong: what makes two verdicts the same."""
+        """Names of the rules that found something wrong. Diagnoses with the same names are the same verdict."""
         return tuple(name for name, _, _ in self.wrong)
 
     @property
@@ -42,8 +42,8 @@ class Diagnosis:
 
 
 def diagnose(history: History, facts: Facts | None = None) -> Diagnosis:
-    """The verdict on a run from its windows, oldest first. A metric that is not logged trips no rule. ValueError: no
-    window."""
+    """Diagnose a run from its windows, oldest first. A rule whose metric is not logged finds nothing. ValueError: there
+    is no window."""
     if not history:
         raise ValueError("no logging window: there is nothing to diagnose")
     found = [(rule, rule.seen(history, facts or Facts())) for rule in RULES]
@@ -60,7 +60,7 @@ def diagnose(history: History, facts: Facts | None = None) -> Diagnosis:
 
 
 def changes(history: History, facts: Facts | None = None) -> Iterator[Diagnosis]:
-    """The verdict of the first window, each that differs from the one before in what is wrong, and the last one."""
+    """Yield the first window's diagnosis, each that finds other things wrong than the one before it, and the last."""
     before: Diagnosis | None = None
     for end in range(1, len(history) + 1):
         verdict = diagnose(history[:end], facts)

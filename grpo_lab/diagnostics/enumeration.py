@@ -1,7 +1,7 @@
 """Policies small enough to enumerate: every completion of a few tokens, in float64, so that an expectation is a sum.
 
-A policy is a table of logits with a row of its own for each prefix that can go on, hence any distribution over
-completions. All completions stand in one batch ``[C, T]``, short ones padded behind their end token.
+A policy is a table of logits with a row for each prefix that can go on, so it can be any distribution over completions.
+All completions are in one batch ``[C, T]``; short ones are padded behind their end token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from grpo_lab.batch import safe
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Tensors of some hundred numbers: threads would wait for each other longer than they compute."""
+    """Use one thread inside the block: on some hundred numbers, threads wait for each other longer than they
+    compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -31,12 +32,12 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Tree:
-    """All completions of up to T tokens out of V.
+    """All completions of up to T tokens from a vocabulary of V.
 
     Args:
         tokens: long ``[C, T]``, 0 on padding.
-        mask: bool ``[C, T]``, the completion's own tokens, its end among them.
-        prefix: long ``[C, T]``, the row of logits that each token is drawn from; 0 on padding.
+        mask: bool ``[C, T]``, True on the completion's own tokens, its end among them.
+        prefix: long ``[C, T]``, index of the row of logits that each token is drawn from; 0 on padding.
         rows: how many prefixes there are.
         vocabulary: V.
     """
@@ -49,7 +50,7 @@ class Tree:
 
     @staticmethod
     def of(vocabulary: int = 4, length: int = 3, end: int | None = 0) -> Tree:
-        """``end``: the token after which a completion is over; None: all have ``length`` tokens."""
+        """Enumerate the completions. ``end``: the token that ends a completion; None: all have ``length`` tokens."""
         going_on = [token for token in range(vocabulary) if token != end]
         prefixes = [one for n in range(length) for one in itertools.product(going_on, repeat=n)]
         whole = [(*one, token) for one in prefixes for token in range(vocabulary) if token == end]
@@ -61,21 +62,21 @@ class Tree:
         return Tree(torch.tensor(padded), mask, torch.tensor(drawn_from), len(prefixes), vocabulary)
 
     def logits(self, seed: int, spread: float = 1.0) -> Tensor:
-        """``[rows, V]``, normal with mean 0; by Python's own generator: the same numbers on every machine."""
+        """Draw logits ``[rows, V]``, normal with mean 0, by Python's generator: the same numbers on every machine."""
         draw = random.Random(seed)
         rows = [[draw.gauss(0.0, spread) for _ in range(self.vocabulary)] for _ in range(self.rows)]
         return torch.tensor(rows, dtype=torch.float64)
 
     def logps(self, logits: Tensor) -> Tensor:
-        """Log-prob of every token, nats ``[C, T]``; 0 on padding."""
+        """Compute the log-prob of every token, nats ``[C, T]``; 0 on padding."""
         return safe(logits.log_softmax(-1)[self.prefix, self.tokens], self.mask)
 
     def chances(self, logits: Tensor) -> Tensor:
-        """Probability of every completion, ``[C]``; they sum to 1."""
+        """Compute the probability of every completion, ``[C]``; they sum to 1."""
         return self.logps(logits).sum(1).exp()
 
     def scores(self, logits: Tensor) -> Tensor:
-        """∇ log π of every token by the logits, one-hot − softmax in its prefix's row: ``[C, T, rows · V]``."""
+        """Compute ∇ log π of every token by the logits, ``[C, T, rows · V]``: one-hot − softmax in its prefix's row."""
         found = torch.zeros(*self.mask.shape, self.rows, self.vocabulary, dtype=torch.float64)
         row, token = (place.expand(self.mask.shape) for place in torch.meshgrid(
             torch.arange(self.mask.size(0)), torch.arange(self.mask.size(1)), indexing="ij"
@@ -85,13 +86,13 @@ class Tree:
         return found.flatten(2).masked_fill(~self.mask.unsqueeze(-1), 0.0)
 
     def divergence(self, logits: Tensor, reference: Tensor) -> Tensor:
-        """KL(π‖π_ref) of whole completions, nats, with its gradient."""
+        """Compute KL(π‖π_ref) of whole completions, in nats, with its gradient."""
         logps = self.logps(logits).sum(1)
         return (logps.exp() * (logps - self.logps(reference).sum(1))).sum()
 
     def divergence_of_next_tokens(self, logits: Tensor, reference: Tensor) -> Tensor:
-        """Compute the same number by the chain rule, Σ P(prefix)·KL(next token), with P held fixed: its gradient does
-        not charge a token for the divergence that it leads to."""
+        """Compute the same KL by the chain rule, Σ P(prefix)·KL(next token), with P held fixed. So the gradient does
+        not charge a token for the divergence of the tokens after it."""
         policy = logits.log_softmax(-1)
         other = reference.log_softmax(-1)
         each = (policy.exp() * (policy - other)).sum(-1)

@@ -1,16 +1,16 @@
-"""Laws that a run is held against: reward over the distance to the start, and reward over entropy. Pure: numbers only.
+"""Laws to compare a run with: reward against the distance to the start, and reward against entropy. Pure: numbers only.
 
     over-optimisation, RL          R(d) − R(0) = d·(α − β·log d)       d = √KL(π‖π_start), KL in nats a completion
     over-optimisation, best of n   R(d) − R(0) = d·(α − β·d)           KL = log n − (n − 1)/n
-    entropy                        R(H) = −a·e^H + b                   H in nats a token; b − a is left at H = 0
+    entropy                        R(H) = −a·e^H + b                   H in nats a token; at H = 0 it is b − a
 
 Each is linear in its two coefficients θ: least squares has a closed form, θ = (XᵀX)⁻¹Xᵀy, s² = |y − Xθ|²/(n − 2),
-cov θ = s²·(XᵀX)⁻¹, in float64. The errors are those of independent points. Steps of one run are not: neighbours share
-a model, so that its own errors come out too small; those over seeds do not.
+cov θ = s²·(XᵀX)⁻¹, in float64. The errors are those of independent points. Steps of one run are not independent, since
+neighbours share a model: errors from one run come out too small. Errors over seeds do not.
 
 Sources: Gao, Schulman, Hilton, arXiv 2210.10760, section 3.1 (α, β of the gold reward); Cui et al., arXiv 2505.22617,
-section 2.4: fitted on the first part of a run whose entropy nothing holds, it predicts the rest (how large a part is
-ours).
+section 2.4: fitted on the first part of a run that does not hold its entropy up, it predicts the rest (how large a part
+is ours).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLLINEAR = 1e-9
 
 @dataclass(frozen=True)
 class Prediction:
-    """The value that a law predicts at one place, with the standard error of its mean there, and of one new point."""
+    """A law's value at one place, with the standard error of the mean there, and that of one new point."""
 
     value: float
     error: float
@@ -42,13 +42,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Two coefficients by least squares.
+    """Two coefficients fitted by least squares.
 
     Args:
         theta: the coefficients ``[2]``.
         inverse: (XᵀX)⁻¹ ``[2, 2]``.
         residual: s, in units of the reward.
-        n: points behind it.
+        n: how many points were fitted.
     """
 
     theta: NDArray[np.float64]
@@ -63,7 +63,7 @@ class Fitted:
         return float(first), float(second)
 
     def at(self, columns: Columns) -> Prediction:
-        """Σ θ·x, its standard error s·√(xᵀ(XᵀX)⁻¹x), and s·√(1 + …) of a point that is measured there."""
+        """Return Σ θ·x, its standard error s·√(xᵀ(XᵀX)⁻¹x), and that of a new point measured there, s·√(1 + …)."""
         x = np.array(columns, dtype=np.float64)
         spread = max(float(x @ self.inverse @ x), 0.0)
         return Prediction(
@@ -72,9 +72,9 @@ class Fitted:
 
 
 def least_squares(points: Points, columns: Callable[[float], Columns], over: str) -> Fitted:
-    """The two coefficients of ``columns``; ``over``: what the places are, for the errors.
+    """Fit the two coefficients of ``columns``. ``over``: the name of the points' x, for error messages.
 
-    ValueError: fewer than three points, one that is no number, or places that do not tell the two coefficients apart.
+    Raises ValueError for fewer than three points, one that is no number, or points that do not fix both coefficients.
     """
     if len(points) < FEWEST:
         raise ValueError(
@@ -100,18 +100,18 @@ def least_squares(points: Points, columns: Callable[[float], Columns], over: str
 
 
 def of_rl(distance: float) -> Columns:
-    """Columns of α and β under RL: d and −d·log d; 0 at d = 0, their limit."""
+    """Return the columns of α and β under RL: d and −d·log d; at d = 0 their limit, 0."""
     return distance, -distance * math.log(distance) if distance > 0 else 0.0
 
 
 def of_best_of_n(distance: float) -> Columns:
-    """Columns of α and β under best of n: d and −d²."""
+    """Return the columns of α and β under best of n: d and −d²."""
     return distance, -distance * distance
 
 
 @dataclass(frozen=True)
 class OveroptimisationLaw:
-    """α and β of R(d) − R(0); ``best_of_n``: which of the two forms."""
+    """The law R(d) − R(0) with its α and β. ``best_of_n``: in the form of best of n, else in that of RL."""
 
     fit: Fitted
     best_of_n: bool = False
@@ -126,9 +126,9 @@ class OveroptimisationLaw:
 
     @property
     def peak(self) -> tuple[float, float] | None:
-        """Place d* where R(d) is largest, and R(d*) − R(0). None where it rises for ever (β ≤ 0: d* is where it is
-        least), or with best of n falls from the start (α ≤ 0).
+        """Return the d* at which R(d) is largest, and R(d*) − R(0); None if there is none.
 
+        Then R rises forever (β ≤ 0: it is least at d*) or, with best of n, falls from the start (α ≤ 0).
         RL: R' = α − β·log d − β = 0, d* = exp(α/β − 1), R = β·d*.  Best of n: d* = α/(2β), R = α²/(4β).
         """
         if self.beta <= 0 or (self.best_of_n and self.alpha <= 0):
@@ -141,13 +141,13 @@ class OveroptimisationLaw:
         return math.exp(ratio), self.beta * math.exp(ratio)
 
     def at(self, distance: float) -> Prediction:
-        """R(d) − R(0). ValueError: a negative distance."""
+        """Predict R(d) − R(0). Raises ValueError for a negative distance."""
         return self.fit.at((of_best_of_n if self.best_of_n else of_rl)(_distance(distance)))
 
 
 def overoptimisation_law(points: Points, *, best_of_n: bool = False) -> OveroptimisationLaw:
-    """Fit the law to points (√KL, reward − reward of the start). ValueError: see `least_squares`; a negative distance,
-    as the root of an estimate below 0 has none: such steps are at the start, with d = 0 or left out."""
+    """Fit the law to points (√KL, reward − reward of the start). Raises ValueError as `least_squares` does, and for a
+    negative distance. A KL estimate below 0 has no root: give such a step d = 0, or leave it out."""
     for distance, _ in points:
         _distance(distance)
     return OveroptimisationLaw(least_squares(points, of_best_of_n if best_of_n else of_rl, "√KL"), best_of_n)
@@ -161,7 +161,7 @@ def _distance(distance: float) -> float:
 
 @dataclass(frozen=True)
 class EntropyLaw:
-    """a and b of R = −a·e^H + b."""
+    """The law R = −a·e^H + b with its a and b."""
 
     fit: Fitted
 
@@ -174,13 +174,13 @@ class EntropyLaw:
         return float(self.fit.theta[1])
 
     def at(self, entropy: float) -> Prediction:
-        """R at H nats a token; at 0 the ceiling b − a, what is left to gain when nothing is left to explore."""
+        """Predict R at H nats a token. At 0 it is the ceiling b − a: nothing is left to explore."""
         return self.fit.at((-math.exp(entropy), 1.0))
 
 
 def entropy_law(run: Points, share: float = 1 / 3) -> EntropyLaw:
-    """Fit the law to points (entropy, reward) in the order of the steps, of which the first ``share``, rounded up, are
-    fitted. ValueError: see `least_squares`; a share outside (0, 1]."""
+    """Fit the law to the first ``share``, rounded up, of the points (entropy, reward), which are in the order of the
+    steps. Raises ValueError as `least_squares` does, and for a share outside (0, 1]."""
     if not 0 < share <= 1:
         raise ValueError(f"`share` of the run that is fitted is {share}; it lies in (0, 1]")
     first = run[: math.ceil(round(len(run) * share, 9))]

@@ -1,4 +1,4 @@
-"""Is it working? One rule a thing that goes wrong: what is seen in the metrics, the sentence, the settings to look at.
+"""Is it working? One rule for each thing that goes wrong: its sign in the metrics, a sentence, the settings to look at.
 
 Thresholds have their source beside them; "ours" where the sources leave the value open. They were tried on runs of this
 repository that learn (quick start, two seeds; process supervision) and that do not (random weights, no right answer).
@@ -17,7 +17,7 @@ Window = Mapping[str, object]
 #: Windows of training, oldest first.
 History = Sequence[Window]
 
-#: Windows of which a rule takes the mean: one window alone is a few groups, and one bad batch is no illness. Ours.
+#: Windows that a rule averages: one window alone is a few groups, and one bad batch is no fault of the run. Ours.
 PERSISTENCE = 3
 #: Share of completions cut off: the trainer's own warning; 256 tokens cut 50–80% of small models' GSM8K (trl #6263).
 TRUNCATED = 0.20
@@ -55,7 +55,7 @@ ZERO_LOSS = 1e-4
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of the settings that the rules must know; None, or 0, where one is not known."""
+    """Facts from the settings that the rules need; an unknown one is None, or 0."""
 
     updates: float | None = None  # optimizer steps on one generation batch
     last_step: int = 0  # ``max_steps`` of the run
@@ -88,7 +88,7 @@ def rule(name: str, settings: str, healthy: bool = False) -> Callable[[Seen], Se
 
 @rule("non-finite", "learning_rate, max_grad_norm, bf16/fp16, the rewards")
 def not_finite(history: History, facts: Facts) -> str | None:
-    """Report a loss, gradient, KL or entropy that is NaN or infinite. A reward of NaN only says that nothing was
+    """Report a loss, gradient, KL or entropy that is NaN or infinite. A reward of NaN only means that nothing was
     scored, which another rule reports."""
     last = history[-1]
     if number(last, "guard/left_out"):
@@ -104,7 +104,8 @@ def not_finite(history: History, facts: Facts) -> str | None:
 
 @rule("learning rate 0", "learning_rate, lr_scheduler_type, warmup_steps")
 def no_learning_rate(history: History, facts: Facts) -> str | None:
-    """Twice in a row: a warm-up begins at 0. The last step may end there. What is logged is the first group's."""
+    """Report a rate of 0 in two windows in a row: a warm-up begins at 0, and the last step may end there. The logged
+    rate is that of the first parameter group."""
     rates = [number(window, "learning_rate") for window in history[-2:]]
     ends = facts.last_step and step_of(history[-1]) >= facts.last_step
     if rates != [0.0, 0.0] or ends or facts.moves:
@@ -122,7 +123,7 @@ def nothing_scored(history: History, facts: Facts) -> str | None:
 
 @rule("all groups dead", "rewards, data (difficulty), num_generations, temperature, update.dead_groups")
 def all_dead(history: History, facts: Facts) -> str | None:
-    """Over three windows; before that only where nothing has ever been rewarded: no gradient can come of that."""
+    """Report that all groups are dead over three windows, or before that if nothing was ever rewarded: no gradient."""
     if not _dead(history) or no_completion_scored(history):
         return None
     reward = recent(history, "reward")
@@ -261,7 +262,7 @@ def zero_loss(history: History, facts: Facts) -> str | None:
 
 
 def number(window: Window, *names: str) -> float | None:
-    """The first of these metrics that the window has, finite or not; None where it has none. TRL logs NaN as None."""
+    """Return the first of these metrics that the window has, finite or not, else None. TRL logs NaN as None."""
     for name in names:
         value = window.get(name, False)
         if value is None:
@@ -272,45 +273,45 @@ def number(window: Window, *names: str) -> float | None:
 
 
 def values(history: History, *names: str) -> list[float]:
-    """The finite values, window by window; a window without the metric is passed over."""
+    """Return the finite values, window by window; a window without the metric is skipped."""
     found = (number(window, *names) for window in history)
     return [value for value in found if value is not None and math.isfinite(value)]
 
 
 def recent(history: History, *names: str) -> float | None:
-    """Mean over the last ``PERSISTENCE`` windows that there are; None where the metric is not logged."""
+    """Average over the last ``PERSISTENCE`` windows, or as many as there are; None if the metric is not logged."""
     found = values(history[-PERSISTENCE:], *names)
     return fmean(found) if found else None
 
 
 def lasting(history: History, *names: str) -> float | None:
-    """Return what ``recent`` does, and None before there are ``PERSISTENCE`` windows."""
+    """Return what ``recent`` does, or None if there are fewer than ``PERSISTENCE`` windows."""
     if len(history) >= PERSISTENCE:
         return recent(history, *names)
     return None
 
 
 def at_start(history: History, *names: str) -> float | None:
-    """Mean over the first ``PERSISTENCE`` windows; None before there are as many after them."""
+    """Average over the first ``PERSISTENCE`` windows; None until as many have followed."""
     if len(history) >= 2 * PERSISTENCE:
         return recent(history[:PERSISTENCE], *names)
     return None
 
 
 def no_completion_scored(history: History) -> bool:
-    """The mean of a reward that scored no completion is NaN."""
+    """Return whether no completion of the last windows was scored: the mean of every reward is NaN."""
     means = [number(w, name) for w in history[-PERSISTENCE:] for name in _rewards(w)]
     return _all_alike(history) and bool(means) and all(mean is not None and math.isnan(mean) for mean in means)
 
 
 def has_critic(history: History) -> bool:
-    """Return whether the last windows are of PPO with a critic; a window of a batch that is used again logs no
-    reward."""
+    """Return whether the last windows are of PPO with a critic. A window that reuses a batch logs no reward: it cannot
+    tell."""
     return any("ppo/task_reward" in window for window in history[-PERSISTENCE:])
 
 
 def step_of(window: Window) -> int:
-    """The optimizer step at the end of the window."""
+    """Return the optimizer step at the end of the window."""
     return int(number(window, "step") or 0)
 
 
@@ -349,8 +350,8 @@ def _dead(history: History) -> bool:
 
 
 def _late(history: History) -> tuple[list[float], int]:
-    """The rewards of the last ``FLAT_STEPS`` steps, or of ``FLAT_WINDOWS`` windows where those are more, and how many
-    steps they span; nothing where they are too few, or all groups are dead: that has a rule of its own."""
+    """Return the rewards of the last ``FLAT_STEPS`` steps, but at least ``FLAT_WINDOWS`` windows, and how many steps
+    they span. Empty if there are too few, or if all groups are dead, which has a rule of its own."""
     end = step_of(history[-1])
     if len(history) < FLAT_WINDOWS or end - step_of(history[0]) < FLAT_STEPS or _dead(history):
         return [], 0

@@ -88,10 +88,10 @@ FAMILIES: dict[str, WeightFamily] = {
 
 
 def token_weights(loss: Tensor, logps: Tensor) -> Tensor:
-    """w = −∂loss/∂log π of each token, like ``logps`` ``[B, T]``, no gradient; 0 where the loss does not read one.
+    """Compute w = −∂loss/∂log π of each token, ``[B, T]`` like ``logps``, detached; 0 where the loss reads none.
 
     Args:
-        loss: the scalar whose gradient is taken; its graph stays, so that it can still be trained on.
+        loss: the scalar whose gradient is taken; its graph is kept, so that it can still be trained on.
         logps: the log-probs in its graph, a leaf or not; nothing behind them is differentiated.
     """
     found = torch.autograd.grad(loss, logps, retain_graph=True, allow_unused=True)[0]
@@ -101,13 +101,13 @@ def token_weights(loss: Tensor, logps: Tensor) -> Tensor:
 
 
 def sums_of_rows(mask: Tensor, advantages: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
-    """``[BUCKETS, 5]``, float64: all ``COLUMNS`` but the last.
+    """Sum a batch's rows into buckets, float64 ``[BUCKETS, 5]``: all ``COLUMNS`` but the last.
 
     Args:
-        mask: bool ``[B, T]``, loss tokens; a row without any counts nowhere.
+        mask: bool ``[B, T]``, loss tokens; a row without any is not counted.
         advantages: ``[B]``, ``[B, 1]`` or ``[B, T]``.
-        quarter: long ``[B]``, 0 to 3 by length.
-        pass_rate: ``[B]`` of the row's group, in [0, 1]; NaN where nothing says what is right.
+        quarter: long ``[B]``, the quarter of lengths that the row is in, 0 to 3.
+        pass_rate: ``[B]`` of the row's group, in [0, 1]; NaN if nothing says what is right.
     """
     size = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages).abs().double()
     of_tokens = masked_sum(size, mask, dim=1)
@@ -119,12 +119,14 @@ def sums_of_rows(mask: Tensor, advantages: Tensor, quarter: Tensor, pass_rate: T
 
 
 def sums_of_weights(weights: Tensor, mask: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
-    """``[BUCKETS]``, float64: Σ|w|, the last of ``COLUMNS``; the other arguments as in ``sums_of_rows``."""
+    """Sum |w| into buckets, float64 ``[BUCKETS]``: the last of ``COLUMNS``. The other arguments: see
+    ``sums_of_rows``."""
     return _in_buckets(masked_sum(weights.abs().double(), mask, dim=1).unsqueeze(1), quarter, pass_rate).squeeze(1)
 
 
 def _in_buckets(values: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
-    """``[B, C] -> [BUCKETS, C]``: each row in its quarter of lengths, and in its pass rate's bucket if it has one."""
+    """Sum ``[B, C]`` into ``[BUCKETS, C]``: each row in its quarter of lengths and, if known, in its pass rate's
+    bucket."""
     ends = torch.tensor(PASS_RATES, device=values.device)
     known = ~pass_rate.isnan()
     places = QUARTERS + torch.bucketize(pass_rate.float().nan_to_num(nan=0.0), ends)
@@ -133,15 +135,15 @@ def _in_buckets(values: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
 
 
 def as_line(step: int, sums: Tensor) -> dict[str, Any]:
-    """Make the line of ``FILE`` for an optimizer step; ``sums``: ``[BUCKETS, COLUMNS]`` over all ranks."""
+    """Make the line of ``FILE`` for an optimizer step from ``sums`` ``[BUCKETS, COLUMNS]`` over all ranks."""
     buckets = [dict(zip(COLUMNS, row, strict=True)) for row in sums.tolist()]
     return {"step": step, "by_length": buckets[:QUARTERS], "by_pass_rate": buckets[QUARTERS:]}
 
 
 class Bucket(NamedTuple):
-    """Numbers of a part of a run's completions: their mean length (tokens) or their groups' mean pass rate, and mean
-    |w| of a token and Σ|w| of an answer, as measured and as the same completions would have them at α = 0 and α = 1.
-    Each in units of the run's mean."""
+    """A part of a run's completions. ``at``: their mean length (tokens) or their groups' mean pass rate. ``token``:
+    mean |w| of a token; ``answer``: Σ|w| of an answer; both also as they would be at α = 0 and α = 1. Each in units of
+    the run's mean."""
 
     at: float
     token: float
@@ -153,8 +155,8 @@ class Bucket(NamedTuple):
 
 
 def over_steps(lines: Iterable[Mapping[str, Any]], by: str) -> list[Bucket]:
-    """The buckets of ``by_length`` or ``by_pass_rate`` over all ``lines``, empty ones left out; nothing where nothing
-    weighed anything. KeyError, TypeError: a line that ``as_line`` did not write."""
+    """Add ``lines`` up to buckets of ``by_length`` or ``by_pass_rate``, without empty ones; an empty list if nothing
+    has a weight. Raises KeyError or TypeError for a line that ``as_line`` did not write."""
     sums: list[dict[str, float]] = []
     for line in lines:
         for place, bucket in enumerate(line[by]):

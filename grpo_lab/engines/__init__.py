@@ -1,1 +1,2 @@
-"""Engines that make completions, without TRL: generators, vLLM engine and server, sync, proof, thinking budget."""
+"""Engines that make completions, without TRL: generators, vLLM engine and server, weight sync, proof, thinking
+budget."""

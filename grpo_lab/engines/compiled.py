@@ -1,9 +1,9 @@
-"""`model.generate` in compiled forwards of few shapes, for a device where a token costs what its launches cost.
+"""`model.generate` with compiled forwards of few shapes, where kernel launches take most of a token's time.
 
-Keys and values stay in one place (`StaticRoom`), whose length is a power of two. A batch has a power of two of rows:
-it is filled up with copies that end at once, and shrinks when half of its rows have ended. So the forward of a token
-has few shapes, each of which torch compiles and captures once. transformers' own `generate` makes the tokens out of its
-own static cache, `STRETCH` at a time. A token is drawn from what the model says of its row alone, as by
+Keys and values are kept in one buffer (`StaticRoom`), whose length is a power of two. So is the number of rows of a
+batch: it is padded with copies of a row that end at once, and shrinks when half of the rows have ended. So the forward
+of a token has few shapes, each of which torch compiles and captures once. transformers' own `generate` makes the tokens
+with its own static cache, `STRETCH` at a time. A token is drawn from its row's distribution alone, as in
 `generate_by_groups`; which one is drawn differs.
 """
 
@@ -22,13 +22,14 @@ from transformers.generation import StoppingCriteria
 
 from grpo_lab.engines.generate import ends_of, filled_config, not_by_groups, one_number_a_draw, prompts_read_once
 
-#: tokens between two looks at which rows have ended; the first of each stretch is a plain forward
+#: tokens between two checks of which rows have ended; the first of each stretch is a plain forward
 STRETCH = 64
 
 
 class CompiledGenerate:
-    """Replacement of a model's ``generate`` whose forwards are compiled. A trainer keeps one: the memory for keys and
-    values, and the compiled graphs that use it, then serve every call.
+    """Replacement of a model's ``generate`` whose forwards are compiled.
+
+    A trainer keeps one: the memory for keys and values, and the compiled graphs that use it, then serve every call.
 
     Args:
         compile_config: transformers' options of ``torch.compile``.
@@ -47,11 +48,11 @@ class CompiledGenerate:
         generation_config: GenerationConfig,
         **more: Any,
     ) -> Tensor:
-        """Left-padded prompts ``[B, L]`` with their completions ``[B, L + T]``, as ``stock``, the ``generate`` of
-        ``model``, returns them.
+        """Complete prompts ``[B, L]``, padded on the left; return both ``[B, L + T]``, as ``stock``, the model's own,
+        does.
 
         Raises:
-            ValueError: `refuse_compiled` says why this cannot be had.
+            ValueError: if `refuse_compiled` finds a reason against compiled forwards.
         """
         refuse_compiled(model, generation_config, more)
         said = filled_config(generation_config, model)
@@ -99,7 +100,7 @@ class CompiledGenerate:
         return result[:, :longest]
 
     def _room_for(self, read: Any, rows: int, length: int, model_config: Any) -> StaticRoom:
-        """The room of the last call where it is of this size, else another one in its place."""
+        """Return the room of the last call if it has this size, else replace it by a new one."""
         like = read.layers[0].keys
         size = (rows, length, like.dtype, like.device)
         if self.room is None or self.room.size != size:
@@ -127,14 +128,15 @@ _SERVED = {"logits_processor", "disable_compile"}
 
 
 def power_of_two(least: int) -> int:
-    """The smallest power of two that is not below ``least``."""
+    """Return the smallest power of two that is not below ``least``."""
     return 1 << (least - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class _OpenRows:
-    """Rows in the making, a power of two of them: ids and mask ``[b, S]``; long ``rows`` ``[b]``, where each stands in
-    the result; bool ``live`` ``[b]``, whether it still writes there."""
+    """Rows of a batch that is being generated; their number b is a power of two. ``ids`` and ``mask`` are ``[b, S]``.
+    ``rows``, long ``[b]``, has each row's index in the result; ``live``, bool ``[b]``, whether its tokens still go
+    there."""
 
     ids: Tensor
     mask: Tensor
@@ -143,18 +145,18 @@ class _OpenRows:
 
     @classmethod
     def of(cls, ids: Tensor, mask: Tensor) -> _OpenRows:
-        """Make them of all rows of a call, filled up with copies of the first."""
+        """Make a batch of all rows of a call, padded with copies of the first."""
         rows = torch.arange(len(ids), device=ids.device)
         return cls(ids, mask, rows, torch.ones_like(rows, dtype=torch.bool)).of_rows(_filled_up(rows))
 
     def of_rows(self, kept: Tensor) -> _OpenRows:
-        """Pick some of its rows; one that is picked twice is live once."""
+        """Select rows by index. Where an index is repeated, only the first copy stays live."""
         again = torch.zeros_like(kept, dtype=torch.bool)
         again[1:] = kept[1:] <= kept[:-1]
         return _OpenRows(self.ids[kept], self.mask[kept], self.rows[kept], self.live[kept] & ~again)
 
     def after(self, written: Tensor, ends: Tensor) -> _OpenRows:
-        """Return the rows with what was ``written`` ``[b, t]`` behind them."""
+        """Append the new tokens ``written`` ``[b, t]``. A row with one of the tokens ``ends`` is no longer live."""
         return _OpenRows(
             torch.cat([self.ids, written], dim=1),
             torch.cat([self.mask, torch.ones_like(written)], dim=1),
@@ -163,7 +165,7 @@ class _OpenRows:
         )
 
     def halved(self) -> Tensor | None:
-        """The rows of a smaller batch with all that are live; None where there is none, or no row is live."""
+        """Return indices of a smaller batch with all live rows. None if there is no smaller one, or no row is live."""
         live = self.live.nonzero().squeeze(1)
         if len(live) == 0 or power_of_two(len(live)) == len(self.rows):
             return None
@@ -171,12 +173,13 @@ class _OpenRows:
 
 
 def _filled_up(rows: Tensor) -> Tensor:
-    """Fill ``rows`` up to a power of two with its first one."""
+    """Pad the indices ``rows`` to a power of two with copies of the first."""
     return torch.cat([rows, rows[:1].expand(power_of_two(len(rows)) - len(rows))])
 
 
 class _EndsAtOnce(StoppingCriteria):  # type: ignore[misc]
-    """Rows that nobody reads have ended: a stretch is over when the others have."""
+    """Criterion that counts rows that are not live as ended, so that a stretch is over when the live ones have
+    ended."""
 
     def __init__(self, ended: Tensor) -> None:
         self.ended = ended
@@ -186,9 +189,9 @@ class _EndsAtOnce(StoppingCriteria):  # type: ignore[misc]
 
 
 class StaticRoom:
-    """Keys and values ``[rows, heads, length, d]`` of every layer, and static caches of their first 1, 2, 4, … rows.
+    """Keys and values ``[rows, heads, length, d]`` of every layer, and static caches over their first 1, 2, 4, … rows.
 
-    A captured graph reads and writes fixed addresses, so there is one room for all batches of a size.
+    A captured graph reads and writes fixed addresses, so all batches of one size share these tensors.
     """
 
     def __init__(self, like: Any, rows: int, length: int, model_config: Any) -> None:
@@ -202,20 +205,20 @@ class StaticRoom:
         self._caches: dict[int, Any] = {}
 
     def fill(self, read: Any, rows: Tensor) -> None:
-        """Put what was ``read`` of the call's prompts at the beginning of each row; all else is 0."""
+        """Copy the prompts' keys and values from the cache ``read`` to the start of each row; set all else to 0."""
         for whole, layer in zip(self._whole, read.layers, strict=True):
             for part, own in zip(whole, (layer.keys, layer.values), strict=True):
                 part.zero_()  # a masked key counts for nothing unless it is NaN
                 part[:, :, : own.size(2)] = own[rows]
 
     def choose(self, rows: Tensor, length: int) -> None:
-        """Move ``rows`` to the front, with their first ``length`` tokens."""
+        """Copy the first ``length`` tokens of ``rows`` to the first rows of the room."""
         for whole in self._whole:
             for part in whole:
                 part[: len(rows), :, :length] = part[rows, :, :length]
 
     def first(self, rows: int, length: int) -> Any:
-        """The cache of the first ``rows``, which holds ``length`` tokens."""
+        """Return a cache over the first ``rows``, set to hold ``length`` tokens."""
         if rows not in self._caches:
             made = StaticCache(config=self._config, max_cache_len=self.size[1])
             made.layers = [_LayerInRoom(keys[:rows], values[:rows]) for keys, values in self._whole]
@@ -226,7 +229,7 @@ class StaticRoom:
 
 
 class _LayerInRoom(StaticLayer):  # type: ignore[misc]
-    """transformers' static layer in tensors that are there already."""
+    """transformers' static layer, over tensors that exist already instead of its own."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__(max_cache_len=keys.size(2))

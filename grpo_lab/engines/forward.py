@@ -1,4 +1,4 @@
-"""Log-probs by a model's own forward: what an engine's are held against, and what a sampler scores its tokens by."""
+"""Log-probs from the model's own forward: the reference for an engine's log-probs, and those of generated tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Rows = Sequence[Sequence[int]]
 
 
 def forward_logprobs(model: Callable[..., Any], prompt_ids: Rows, completion_ids: Rows) -> list[list[float]]:
-    """Log-probs of the completions' tokens under a causal LM, in nats, at temperature 1; log-softmax in float32.
+    """Compute the completions' log-probs under a causal LM, in nats at temperature 1 (log-softmax in float32).
 
-    One forward pass over the batch [B, T], padded on the right, where a causal model cannot see it. The model must be
-    in evaluation mode (dropout); under FSDP or ZeRO-3 every rank must call this at the same time.
+    One forward over the batch ``[B, T]``, padded on the right, which a causal model does not attend to. The model must
+    be in evaluation mode (dropout). Under FSDP or ZeRO-3 every rank must call this at the same time.
     """
     rows = [list(p) + list(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
     device = next(iter(model.parameters())).device  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
-"""`model.generate` for groups: a prompt is read once, and a row that has ended takes no further part.
+"""`model.generate` for groups: equal prompts are read once, and rows that have ended leave the batch.
 
     transformers    every row reads its prompt; all rows go on until the last one ends; each token copies the cache
-    here            equal neighbouring rows read their prompt as one; every `STRETCH` tokens rows that ended leave; keys
-                    and values have their room from the beginning; on a CPU a token takes one random number
+    here            equal neighbouring rows read their prompt as one; ended rows leave every `STRETCH` tokens; a token
+                    is written into the cache without copying it; on a CPU a draw takes one random number
 
-What is computed for a row is the same, and so is the distribution of its tokens: transformers' own `generate` makes
-them, a stretch at a time, out of transformers' own cache. Which ones are drawn differs; and under a repetition penalty
-padding is no text of the row's, as it is for transformers.
+A row's computation and the distribution of its tokens are unchanged: transformers' own `generate` makes them, a stretch
+at a time, with transformers' own cache. The tokens that are drawn differ. And a repetition penalty does not take
+padding for text of the row, as transformers' own does.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from transformers.generation.logits_process import LogitsProcessor, RepetitionPe
 
 logger = logging.getLogger("grpo_lab")
 
-#: tokens between two looks at which rows have ended: a look costs about as much as a token
+#: tokens between two checks of which rows have ended: a check costs about as much as a token
 STRETCH = 6
 
-#: of a generation config: what acts on a token without asking where its completion began
+#: settings of a generation config whose effect on a token does not depend on where its completion began
 _PER_TOKEN = {
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff",
     "eta_cutoff", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "bad_words_ids",
@@ -56,8 +56,9 @@ def generate_by_groups(
     logits_processor: Any = None,
     **more: Any,
 ) -> Tensor:
-    """Left-padded prompts ``[B, L]`` with their completions ``[B, L + T]``, as ``stock``, the ``generate`` of
-    ``model``, returns them; by ``stock`` itself where `not_by_groups` says why, which is said once."""
+    """Complete left-padded prompts ``[B, L]``. Return prompts and completions ``[B, L + T]``, as ``stock``, the
+    ``generate`` of ``model``, does. If `not_by_groups` gives a reason, ``stock`` makes them; the reason is logged
+    once."""
     asked = {"logits_processor": logits_processor, **more}
     said = filled_config(generation_config, model)
     width = input_ids.size(1)
@@ -104,9 +105,9 @@ def generate_by_groups(
 
 @contextmanager
 def one_number_a_draw() -> Iterator[None]:
-    """Context in which, in this thread, ``torch.multinomial(p, 1)`` on a CPU takes one uniform number u of 53 bits a
-    row: the first token whose cumulated p is above u Σp. torch takes a number a token of the vocabulary, which is a
-    quarter of a small model's generation. Where p is not finite torch is asked, and says so."""
+    """Let ``torch.multinomial(p, 1)`` on a CPU take one uniform number u of 53 bits a row, in this thread. It returns
+    the first token whose cumulated p is above u Σp. torch takes a number for each token of the vocabulary, a quarter of
+    a small model's generation time. Where p is not finite, torch's own draw runs and raises its error."""
     thread = threading.get_ident()
     with _LOCK:
         if not +_INSIDE:
@@ -141,8 +142,8 @@ def _draw(probs: Tensor, num_samples: int, *rest: Any, **more: Any) -> Tensor:
 
 
 class _PenaltyOnText(LogitsProcessor):  # type: ignore[misc]
-    """transformers' repetition penalty, to which a row's left padding is no text: its tokens stand there as the first
-    of the row, which a penalty counts once. ``begins``: where each row's text begins."""
+    """transformers' repetition penalty, without a row's left padding. The padding is replaced by the row's first token,
+    which a penalty counts once. ``begins``: where each row's text begins."""
 
     def __init__(self, penalty: float, begins: Tensor) -> None:
         self.stock = RepetitionPenaltyLogitsProcessor(penalty)
@@ -155,7 +156,7 @@ class _PenaltyOnText(LogitsProcessor):  # type: ignore[misc]
 
 
 def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str | None:
-    """Say why completions are left to transformers' ``generate``; None where they need not be."""
+    """Return the reason why transformers' ``generate`` must make the completions alone; None if there is none."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
 
@@ -185,13 +186,13 @@ def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str
 
 @cache
 def say_left_to_stock(reason: str) -> None:
-    """Say once, on the main process, why rows are generated as transformers does."""
+    """Log once, on the main process, why transformers' ``generate`` makes the completions row by row."""
     if int(os.environ.get("RANK", "0")) == 0:
         logger.info("completions are made by transformers' `generate`, row by row: %s", reason)
 
 
 def _own_model(model: Any) -> Any:
-    """The transformers model in an adapter or behind `torch.compile`."""
+    """Return the transformers model inside an adapter or `torch.compile`."""
     inner = getattr(model, "_orig_mod", model)
     if hasattr(inner, "get_base_model"):
         return inner.get_base_model()
@@ -199,14 +200,14 @@ def _own_model(model: Any) -> Any:
 
 
 def _forward_takes(model: Any) -> set[str]:
-    """The arguments that the model's class names for a forward, or one that it is derived from."""
+    """Return the names of the arguments of ``forward``, in the model's class and its bases."""
     forwards = [vars(one)["forward"] for one in type(model).__mro__ if "forward" in vars(one)]
     return {name for forward in forwards for name in inspect.signature(forward).parameters}
 
 
 def filled_config(config: GenerationConfig, model: Any) -> GenerationConfig:
-    """Return ``config`` with what it leaves open filled from the model's own configuration, as `generate` does.
-    ``max_length`` is not filled: beside ``max_new_tokens`` `generate` ignores it."""
+    """Return ``config`` with its unset values filled from the model's own configuration, as `generate` does.
+    ``max_length`` is not filled: `generate` ignores it beside ``max_new_tokens``."""
     filled = deepcopy(config)
     own = model.generation_config.to_dict()
     own.pop("max_length", None)
@@ -215,8 +216,8 @@ def filled_config(config: GenerationConfig, model: Any) -> GenerationConfig:
 
 
 def _asked(config: GenerationConfig) -> set[str]:
-    """Name the settings that act on a token by where its completion began, or on more than a row: `STRETCH` tokens
-    would begin anew."""
+    """Name the settings whose effect depends on where a completion began, or on several rows. Each stretch of `STRETCH`
+    tokens would begin them anew."""
     said = config.to_diff_dict().items()
     names = {name for name, value in said if not (value is None or value is False or value == _NEUTRAL.get(name))}
     return names - _PER_TOKEN
@@ -230,8 +231,8 @@ def ends_of(config: GenerationConfig) -> list[int]:
 
 
 def prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> DynamicCache | None:
-    """The cache of all rows but for their last token, which the first stretch reads: each group's prompt is read once,
-    its keys and values copied to the group's rows. None: the model has not put just these tokens there."""
+    """Return the cache of all rows without their last token, which the first stretch reads. Each group's prompt is read
+    once; its keys and values are copied to the group's rows. None: the model did not cache exactly these tokens."""
     begins = torch.ones(ids.size(0), dtype=torch.bool, device=ids.device)
     begins[1:] = (ids[1:] != ids[:-1]).any(1) | (mask[1:] != mask[:-1]).any(1)
     cache = DynamicCache(config=model.config)
@@ -253,8 +254,9 @@ def prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> Dynam
 
 
 class _WithRoom(DynamicLayer):  # type: ignore[misc]
-    """transformers' layer, whose tensors are the first part of larger ones: a token is written behind the others, and
-    they stay where they are. The larger ones have twice the room whenever there is none left, at most ``length``."""
+    """transformers' cache layer with spare room: its tensors are the first part of larger ones, so a new token is
+    written behind the others without a copy. When there is no room left, it is doubled, to at most ``length`` tokens.
+    """
 
     def __init__(self, length: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Sampling of completions to prompts: one `CompletionGenerator`, one `Completion`, whatever makes them.
+"""Generators of completions: the call that they share (`CompletionGenerator`) and what it returns (`Completion`).
 
-`TransformersGenerator` asks a transformers model, `VllmGenerator` a vLLM engine; anything with the same call takes
-their place in evaluation, curation, rounds and long2short. In training TRL drives the engine, and what it hands over
-has the same form (`trainer/generation/in_step.py`).
+`TransformersGenerator` samples from a transformers model, `VllmGenerator` from a vLLM engine. Anything with the same
+call can replace them in evaluation, curation, rounds and long2short. In training TRL drives the engine, and its
+completions are put in the same form (`trainer/generation/in_step.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 
-#: what a rendering decides itself, as TRL's trainer does
+#: arguments of a chat template that `render_prompt` sets itself, as TRL's trainer does
 RENDERING = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "padding",
     "return_dict", "return_tensors", "tokenize", "tools", "truncation",
 )  # fmt: skip
-#: that a chat template, a program that came with the model, may make of one prompt
+#: most characters that a chat template, a program that came with the model, may make of one prompt
 TEMPLATE_CHARACTERS = 10_000_000
 
 
@@ -47,12 +47,12 @@ class Completion:
 
     @property
     def was_cut(self) -> bool:
-        """Return whether a budget cut the thinking."""
+        """Return whether a thinking budget cut the completion's thinking."""
         return 0 in (self.mask or ())
 
 
 class GenerationStopped(KeyboardInterrupt):
-    """Ctrl-C while completions were made. ``completions``: those that were ready, None in the place of the others."""
+    """Ctrl-C during generation. ``completions``: those that were finished, with None in the place of the others."""
 
     def __init__(self, completions: Sequence[Sequence[Completion | None]]) -> None:
         super().__init__("stopped while completions were made")
@@ -60,10 +60,10 @@ class GenerationStopped(KeyboardInterrupt):
 
 
 class CompletionGenerator(Protocol):
-    """n completions for each prompt (token ids, unpadded), in the prompts' order.
+    """Samples n completions of each prompt (token ids, unpadded), in the order of the prompts.
 
-    temperature 0.0 means greedy (then n is 1); nothing else bends the distribution. The same arguments give the same
-    completions, and the process-wide random state is left as it was; ``seed=None`` goes on with it instead.
+    Temperature 0.0 means greedy (then n is 1); nothing else changes the distribution. The same arguments give the same
+    completions, and the process-wide random state is left as it was. With ``seed=None`` the draws come from that state.
     """
 
     def __call__(
@@ -80,7 +80,7 @@ class RenderedPrompt:
 
 
 def check_template_kwargs(kwargs: Any, where: str = "chat_template_kwargs") -> None:
-    """Refuse settings of a chat template that would render prompts in another way than training does (ValueError)."""
+    """Raise ValueError for settings of a chat template that would render prompts differently from training."""
     for name in kwargs or ():
         if name in RENDERING:
             raise ValueError(
@@ -95,12 +95,12 @@ def render_prompt(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     continues: bool = False,
 ) -> RenderedPrompt:
-    """The text the model continues, and its tokens, as TRL makes them for training: the one place for it beside TRL.
+    """Render a prompt to the text that the model continues, and its tokens. No other code does it, beside TRL's own.
 
-    A plain string is tokenized with the tokenizer's own special tokens. A message list goes through the chat template,
-    which writes its own, with the generation prompt added: an assistant's message at the end is closed, and another
-    begun. ``continues``: it is left open in its place. ValueError where nothing is left to continue, and where the
-    template fails, leaves its sandbox, or takes more than any prompt needs.
+    The result is TRL's for training. A plain string is tokenized with the tokenizer's own special tokens. A message
+    list goes through the chat template, which writes its own, with the generation prompt added: an assistant message at
+    the end is closed, and a new one begun. With ``continues`` that message is left open instead. ValueError: no tokens
+    are left, or the template fails, leaves its sandbox, or writes more text than any prompt needs.
     """
     if isinstance(prompt, str):
         rendered = RenderedPrompt(prompt, list(tokenizer(prompt)["input_ids"]))
@@ -119,8 +119,8 @@ def render_pair(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     continues: bool = False,
 ) -> tuple[RenderedPrompt, RenderedPrompt]:
-    """A row of messages to train on: what the model continues, and with the completion behind it. ``continues``: the
-    completion goes on in the assistant's message that the prompt ends with, if it does."""
+    """Render a row of messages to train on: the prompt alone, and with the completion behind it. If the prompt ends in
+    an assistant message, ``continues`` makes the completion extend that message."""
     [pair] = render_pairs([(prompt, completion, continues)], tokenizer, chat_template_kwargs)
     return pair
 
@@ -130,8 +130,8 @@ def render_pairs(
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[tuple[RenderedPrompt, RenderedPrompt]]:
-    """Render many rows (prompt, completion, ``continues``) as `render_pair` does; the tokenizer is called once, which
-    takes a quarter of the time of a call a text."""
+    """Render many rows (prompt, completion, ``continues``) as `render_pair` does. The tokenizer is called once for all,
+    which takes a quarter of the time of one call for each text."""
     texts: list[str] = []
     for prompt, completion, continues in rows:
         turns = [*prompt, *completion]
@@ -146,7 +146,8 @@ def render_pairs(
 
 
 def _tokenized(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[RenderedPrompt]:
-    """Texts of a chat template, which writes the special tokens itself. ValueError: nothing is left of one."""
+    """Tokenize texts of a chat template, which writes the special tokens itself. Raises ValueError if one has no
+    tokens."""
     if not texts:
         return []
     rendered = [
@@ -166,7 +167,7 @@ def _refuse_empty(rendered: RenderedPrompt) -> None:
 def _of_template(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None, how: Mapping[str, bool]
 ) -> str:
-    """The text that the chat template makes of ``messages``."""
+    """Render ``messages`` to text with the chat template. Raises ValueError if it fails or writes too much."""
     asked: dict[str, Any] = {**how, **(kwargs or {})}
     try:
         text = str(tokenizer.apply_chat_template([dict(one) for one in messages], tokenize=False, **asked))
@@ -181,7 +182,7 @@ def _of_template(
 
 
 def in_form_of(prompt: str | Messages, text: str) -> Any:
-    """A completion as TRL gives it to rewards: text after a text prompt, one assistant message after messages."""
+    """Return a completion as TRL gives it to rewards: text after a text prompt, an assistant message after messages."""
     if isinstance(prompt, str):
         return text
     return [{"role": "assistant", "content": text}]
@@ -189,11 +190,11 @@ def in_form_of(prompt: str | Messages, text: str) -> Any:
 
 @dataclass(frozen=True)
 class TransformersGenerator:
-    """A transformers model that generates by groups, in left-padded batches of similar length.
+    """A generator that samples from a transformers model by groups, in left-padded batches of similar length.
 
-    Temperature is the only knob, whatever the model's own generation_config says. Greedy answers do not depend on
-    ``batch_size`` except through the rounding of padded attention; sampled ones do, since a batch shares one random
-    stream. ``logprobs``: the model's own, at temperature 1.
+    Temperature is the only setting: sampling settings in the model's own generation_config are ignored. Greedy answers
+    do not depend on ``batch_size`` except through the rounding of padded attention. Sampled ones do, since a batch
+    shares one random stream. ``logprobs``: add the model's own log-probs, at temperature 1.
     """
 
     model: PreTrainedModel
@@ -265,7 +266,8 @@ class TransformersGenerator:
 
 @dataclass(frozen=True)
 class VllmGenerator:
-    """A vLLM engine in this process. ``logprobs``: the engine's own, which must be finite (``EngineFault``)."""
+    """A generator that samples from a vLLM engine in this process. ``logprobs``: add the engine's own log-probs. Raises
+    EngineFault if one is not finite."""
 
     engine: GroupedEngine
     stop_token_ids: Sequence[int]
@@ -289,7 +291,7 @@ class VllmGenerator:
 
 
 def of_engine(written: Any) -> Completion:
-    """A completion of vLLM's as one of ours."""
+    """Convert a completion of vLLM's to a `Completion`."""
     ids = list(written.token_ids)
     logprobs = None
     if written.logprobs is not None:
@@ -298,14 +300,14 @@ def of_engine(written: Any) -> Completion:
 
 
 def until_end(ids: Sequence[int], eos_ids: Collection[int]) -> list[int]:
-    """The ids up to and with the first end-of-text token; the padding behind it is not the model's."""
+    """Return the ids up to the first end-of-text token, including it; the model did not write the padding behind it."""
     ends = (position + 1 for position, token in enumerate(ids) if token in eos_ids)
     return list(ids[: next(ends, None)])
 
 
 def context_of_config(config: PretrainedConfig) -> int | None:
-    """Tokens that prompt and completion may have together (max_position_embeddings); None: the model has no limit
-    (XLNet's is -1)."""
+    """Return how many tokens prompt and completion may have together (max_position_embeddings). None: the model has no
+    limit (XLNet's is -1)."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
     if limit is None or limit <= 0:
@@ -324,7 +326,7 @@ def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
 
 
 def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokenizer's EOS and those of the model's generation config: Qwen's models name different ones there."""
+    """Return the EOS ids of the tokenizer and of the model's generation config, which differ in Qwen's models."""
     configured = None
     if generation is not None:
         configured = generation.eos_token_id
@@ -336,7 +338,8 @@ def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTok
 
 
 def plain_generation_config(temperature: float, max_new_tokens: int, stops: list[int], pad: int) -> GenerationConfig:
-    """Greedy at temperature 0, else pure sampling. Values left None would be filled in from the model's own config."""
+    """Return a config for greedy decoding at temperature 0, else for sampling from the model's own distribution. Values
+    left None would be filled in from the model's own config."""
     from transformers import GenerationConfig
 
     neutral = {"min_new_tokens": 0, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0}

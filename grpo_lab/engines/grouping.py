@@ -1,7 +1,7 @@
-"""Rows of a batch -> one request with `n = G` per prompt.
+"""Folding of a batch's equal rows: G rows with the same prompt become one vLLM request with `n = G`.
 
 TRL's colocated engine gets a prompt with G completions G times, each with `n = 1`. `GroupedEngine` folds neighbouring
-equal prompts into one request, and hands the answers back row by row.
+equal prompts into one request, and returns the answers row by row.
 
 With prefix caching the pages of a prompt are computed once either way; folding saves G - 1 requests per prompt. Pages
 are shared whole, so a prompt of L tokens with pages of b tokens costs  b * ⌊(L-1)/b⌋ + G * (L - b * ⌊(L-1)/b⌋)  prompt
@@ -24,7 +24,7 @@ class EngineFault(RuntimeError):
 class GroupedEngine:
     """A `vllm.LLM` whose `generate` folds equal prompts and refuses answers that cannot be trained on."""
 
-    #: is given the ``EngineFault`` of a log-prob that is NaN or infinite; None: it is raised
+    #: called with the ``EngineFault`` of a log-prob that is NaN or infinite; None: the fault is raised
     on_fault: Callable[[EngineFault], None] | None = None
     faulty = False  # there was one, so pages of the KV cache may hold NaN until `sync.clear_cache`
 
@@ -34,7 +34,7 @@ class GroupedEngine:
 
     @property
     def adapter(self) -> Any:
-        """The one that it samples with; None: with the weights alone."""
+        """The adapter (`LoRARequest`) that the engine samples with; None: it samples with the base weights alone."""
         if self.adapters:
             return self.adapters[-1]
         return None
@@ -81,8 +81,8 @@ class GroupedEngine:
 
 
 def check_logprobs(outputs: Sequence[Any]) -> None:
-    """Raise EngineFault where the log-prob of a sampled token is NaN or infinite. TRL turns such a value into `None`
-    and then into an importance ratio of one: a broken engine would train on."""
+    """Raise EngineFault if the log-prob of a sampled token is NaN or infinite. TRL turns such a value into `None` and
+    then into an importance ratio of one, so that a broken engine would go unnoticed."""
     for row, output in enumerate(outputs):
         for completion in output.outputs:
             scored = zip(completion.token_ids, completion.logprobs or [], strict=completion.logprobs is not None)

@@ -1,10 +1,10 @@
-"""A budget for thinking: cut it, insert the stop text, let the model answer. Independent of the engine.
+"""A budget of thinking tokens: cut what exceeds it, insert the stop text, let the model answer. Works with any engine.
 
 Source: Qwen3 Technical Report (arXiv:2505.09388), section 4.3 "Thinking Mode Fusion" / thinking budget. There thinking
 is halted at inference only; here also while sampling for training, so the inserted tokens must carry no loss: they are
 not the policy's. The default text is the one in Qwen's documentation; the report's differs slightly.
 
-Two phases over a batch, `generate(prompt_ids, max_new_tokens)` being whatever engine there is:
+A batch is completed in two phases, by an engine's `generate(prompt_ids, max_new_tokens)`:
 
     1. every prompt, at most `budget` tokens.
     2. every completion that is not finished goes on from prompt + completion. One that has no `</think>` yet gets the
@@ -72,8 +72,8 @@ class ThinkingBudget:
     def for_tokenizer(
         cls, tokenizer: Any, budget: int, *, max_completion_length: int, eos_ids: Collection[int] = (), text: Any = None
     ) -> ThinkingBudget:
-        """Make a budget for a Hugging Face tokenizer; what is left out is its own end-of-text token, and the text of
-        Qwen's documentation."""
+        """Make a budget for a Hugging Face tokenizer. Defaults: its own end-of-text token, and Qwen's documented stop
+        text."""
         stop_ids = tuple(tokenizer(QWEN3_STOP_TEXT if text is None else text, add_special_tokens=False)["input_ids"])
         return cls(budget, stop_ids, max_completion_length, {*eos_ids} or {tokenizer.eos_token_id}, tokenizer.decode)
 
@@ -83,24 +83,23 @@ class ThinkingBudget:
         return self.max_completion_length - self.budget - len(self.stop_ids)
 
     def is_finished(self, ids: Sequence[int]) -> bool:
-        """Return whether these first tokens of a completion ended by themselves within the budget."""
+        """Return whether ``ids``, the tokens of the first phase, ended by themselves within the budget."""
         return len(ids) < self.budget or (len(ids) > 0 and ids[-1] in self.eos_ids)
 
     def thinks(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether a completion begins with thinking; not where the prompt ends in a closed thinking block."""
+        """Return whether completions of this prompt begin with thinking: unless it ends in a closed thinking block."""
         tail = list(prompt_ids[-8 - len(self.stop_ids) :])
         return not self.decode(tail).rstrip().endswith(END_TEXT)
 
     def must_cut(self, prompt_ids: Sequence[int], head: Sequence[int]) -> bool:
-        """Return whether these first tokens of a completion use up the budget without ending or closing the
-        thinking."""
+        """Return whether the first phase's tokens ``head`` use up the budget without ending or closing the thinking."""
         closed = END_TEXT in self.decode(list(head))
         return self.thinks(prompt_ids) and not self.is_finished(head) and not closed
 
 
 @dataclass(frozen=True)
 class BudgetedGenerator:
-    """A generator of completions under a budget. ``in_step``: as in ``budgeted_generate``."""
+    """A generator that keeps completions within a thinking budget. ``in_step``: see ``budgeted_generate``."""
 
     generator: CompletionGenerator
     settings: ThinkingBudget
@@ -129,8 +128,8 @@ class BudgetedGenerator:
 
 
 def tokens_of_thinking(prompt: str, completion: Completion, decode: Callable[[list[int]], str]) -> int | None:
-    """Tokens that the model wrote before its thinking was closed, by itself or by a budget; None where it did not
-    think: the prompt closes its thinking, or neither opens one nor is one closed."""
+    """Count the tokens that the model wrote before its thinking was closed, by itself or by a budget. None if it did
+    not think: the prompt closes its thinking, or neither of them opens it and the completion closes none."""
     if completion.mask is not None and completion.was_cut:
         return completion.mask.index(0)
     ids = completion.ids
@@ -150,9 +149,9 @@ def budgeted_generate(
 ) -> list[Completion]:
     """Complete every prompt under the budget: one call of `generate` for the first phase, at most two for the second.
 
-    `generate` may return completions shorter than asked for where they ended with an end-of-text token. Equal
-    neighbouring prompts stay neighbours, so that an engine can fold them. With `in_step` all three calls are made,
-    also for no rows: ranks that generate together must call together, and which rows go on differs between them.
+    `generate` may return completions shorter than asked for if they ended with an end-of-text token. Equal neighbouring
+    prompts stay neighbours, so that an engine can fold them. With `in_step` all three calls are made, even for no rows:
+    ranks that generate together must make the same calls, and differ in which rows go on.
     """
     prompts = [list(ids) for ids in prompt_ids]
     nothing = Completion([], ended=False, logprobs=[])
@@ -184,7 +183,7 @@ def _joined(head: Completion, inserted: list[int], tail: Completion, settings: T
 
 
 def _checked(found: list[Completion], limit: int) -> list[Completion]:
-    """Raise ValueError where an engine answers with another number of tokens than it was asked for."""
+    """Return ``found``. Raises ValueError if a completion has more than ``limit`` tokens, or not a log-prob each."""
     for row, one in enumerate(found):
         if len(one.ids) > limit:
             raise ValueError(f"completion {row} has {len(one.ids)} tokens; the engine was asked for {limit}")

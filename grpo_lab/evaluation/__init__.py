@@ -35,7 +35,7 @@ _EARLIER_NAMES = {"Sampler": CompletionGenerator, "TransformersSampler": Transfo
 
 
 def __getattr__(name: str) -> Any:
-    """Return what ``Sampler`` and ``TransformersSampler``, deprecated names of generators, stand for."""
+    """Return the generators that replaced ``Sampler`` and ``TransformersSampler``, their deprecated names."""
     if name not in _EARLIER_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     kind = _EARLIER_NAMES[name]

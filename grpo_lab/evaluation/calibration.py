@@ -3,7 +3,7 @@
     ECE = Σ_b (n_b / N) · |mean correct in b − mean confidence in b|       Naeini, Cooper, Hauskrecht, AAAI 2015
     Brier = mean (confidence − correct)²                                   Brier 1950
 
-ECE depends on the bins: of equal width, and of equal mass (as many answers in each), which does not rest on empty bins.
+ECE depends on the bins: they have equal width, or equal mass (the same number of answers in each, so none is empty).
 It is biased upwards where bins are small (a calibrated model has an ECE above 0), which its interval shows.
 """
 
@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ConfidenceBin:
-    """Answers of about one confidence: its mean, the share that is right, their number."""
+    """A bin of answers with similar confidence: its mean, the share of right answers, their number."""
 
     confidence: float
     correct: float
@@ -36,7 +36,7 @@ class ConfidenceBin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """ECE by bins of equal width and of equal mass, Brier score; the bins of equal width."""
+    """ECE with bins of equal width and of equal mass, and the Brier score; ``bins``: those of equal width."""
 
     ece: Interval
     ece_equal_mass: Interval
@@ -45,8 +45,8 @@ class Calibration:
 
 
 def calibrated(pairs: Pairs, draws: int = DRAWS, seed: int = 0) -> Calibration:
-    """Measure what ``pairs`` say of the model's confidence, with 95% bootstrap intervals over them. ValueError: none,
-    or one outside [0, 1]."""
+    """Measure the calibration of ``pairs`` (confidence, correct), with 95% bootstrap intervals over them. Raises
+    ValueError if there is none, or one outside [0, 1]."""
     both = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     wrong = both[~((both >= 0) & (both <= 1)).all(1)]  # also of NaN
     if len(wrong) or not len(both):
@@ -66,17 +66,17 @@ def calibrated(pairs: Pairs, draws: int = DRAWS, seed: int = 0) -> Calibration:
 
 
 def equal_width(confidence: Array, bins: int = BINS) -> NDArray[np.int64]:
-    """The bin of each answer: (b/B, (b+1)/B], 0 in the first."""
+    """Return the bin of each answer: bin b holds confidences in (b/B, (b+1)/B], and the first also 0."""
     return np.clip(np.ceil((confidence * bins).round(9)).astype(np.int64) - 1, 0, bins - 1)
 
 
 def equal_mass(confidence: Array, bins: int = BINS) -> NDArray[np.int64]:
-    """The bin of each answer: those of rising confidence cut into as many alike; equal confidences share a bin."""
+    """Return the bin of each answer, by rising confidence and with as many in each; equal confidences share a bin."""
     return np.searchsorted(np.sort(confidence), confidence, side="left") * bins // len(confidence)
 
 
 def reliability(confidence: Array, correct: Array, bins: NDArray[np.int64]) -> list[ConfidenceBin]:
-    """The bins that hold answers, by rising confidence."""
+    """Summarise the bins that hold answers, by rising confidence."""
     n = np.bincount(bins)
     sums = (np.bincount(bins, weights=values) for values in (confidence, correct))
     found = zip(*sums, n, strict=True)
@@ -84,13 +84,13 @@ def reliability(confidence: Array, correct: Array, bins: NDArray[np.int64]) -> l
 
 
 def ece(confidence: Array, correct: Array, bins: NDArray[np.int64]) -> float:
-    """Expected calibration error over the bins."""
+    """Compute the expected calibration error over the bins."""
     return float(np.abs(np.bincount(bins, weights=correct - confidence)).sum() / len(confidence))
 
 
 def agreement(votes: Sequence[Sequence[Vote]]) -> list[tuple[float, float]]:
-    """Per problem: the share of its samples that give the most frequent answer, and whether that is right (a tie is
-    broken at random, so it can be a fraction). Samples without an answer agree with nothing."""
+    """Return for each problem the share of its samples that give the most frequent answer, and whether that is right (a
+    tie is broken at random, so it can be a fraction). Samples without an answer agree with nothing."""
     found = []
     for of_problem in votes:
         names = [answer for answer, _ in of_problem if answer is not None]

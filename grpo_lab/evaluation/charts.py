@@ -1,4 +1,4 @@
-"""Charts: series become pixel coordinates. The markup, which escapes all text, is in `figure.html.j2`."""
+"""Charts: compute the pixel coordinates of series. The markup, which escapes all text, is in `figure.html.j2`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEFT = 50.0
 RIGHT = 14.0
 TOP = 14.0
 BOTTOM = 42.0
-SECOND_AXIS = 26.0  # how much wider the right margin is where it holds one
+SECOND_AXIS = 26.0  # added to the right margin where it holds one
 SMOOTH_FROM = 20  # points; shorter series are drawn as they are
 _MOST_POINTS = 300
 
@@ -43,7 +43,7 @@ class Tick(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A chart, as `draw` gives it to the template, with its title and what to look for in it."""
+    """A chart made by `draw`, with its title and what to look for in it."""
 
     title: str
     meaning: str
@@ -51,7 +51,7 @@ class Figure(NamedTuple):
 
 
 def figure(title: str, meaning: str, lines: Sequence[Line], unit: str, **shape: Any) -> Figure | None:
-    """``lines`` drawn (see `draw`); None where none of them has a point."""
+    """Draw ``lines`` (see `draw`) as a figure; None if none of them has a point."""
     if any(line.points for line in lines):
         return Figure(title, meaning, draw(lines, unit=unit, **shape))
     return None
@@ -68,8 +68,8 @@ def draw(
     right_unit: str = "",
     x_unit: str = "optimizer step",
 ) -> SimpleNamespace:
-    """``lines``, of which one must have a point, over a common axis, named ``x_unit``; ``right``: with an own one from
-    0 at the right. share: values in [0, 1], as per cent. rule: a level to compare with."""
+    """Draw ``lines``, one of which must have a point, over an x axis named ``x_unit``. ``right``: lines with a y axis
+    of their own at the right, from 0. share: values in [0, 1], shown in per cent. rule: a labelled level."""
     lines, right = ([line for line in some if line.points] for some in (lines, right))
     every = [*lines, *right]
     show = _percent if share else _plain
@@ -104,7 +104,7 @@ def draw(
 
 
 def _axis(lines: Sequence[Line], from_zero: bool, share: bool) -> tuple[list[float], Callable[[float], float]]:
-    """The ticks of a y axis that holds ``lines``, and where a value stands on it."""
+    """Return the ticks of a y axis that covers ``lines``, and the function from a value to its pixel."""
     values = [y for line in lines for _, y in line.points]
     values += [y for line in lines for pair in line.errors for y in pair]
     low = min(values)
@@ -133,7 +133,8 @@ def _draw_line(
     show: Callable[[float], str],
     over: str,
 ) -> SimpleNamespace:
-    """Draw a line in pixels: SVG paths (`raw`, `smooth`), labelled dots, error bars; first and last value as text."""
+    """Convert a line to pixels: SVG paths (`raw`, `smooth`), labelled dots, error bars; first and last value in
+    words."""
     smoothed = smooth(line.points)
     lone = len(line.points) < SMOOTH_FROM or line.markers
     return SimpleNamespace(
@@ -150,14 +151,14 @@ def _draw_line(
 
 
 def smoothing_window(points: int) -> int:
-    """Over how many logged steps the moving average runs; 1: not smoothed."""
+    """Return how many logged steps the moving average covers; 1: no smoothing."""
     if points >= SMOOTH_FROM:
         return 2 * max(1, round(points / 40)) + 1
     return 1
 
 
 def smooth(points: Points) -> list[tuple[float, float]]:
-    """Centred moving average, so that a bend is drawn where it happened; towards the ends the window is cut off."""
+    """Compute the centred moving average, which keeps a bend where it happened; near the ends the window is cut off."""
     reach = smoothing_window(len(points)) // 2
     sums = [0.0, *accumulate(y for _, y in points)]
     averaged = []
@@ -169,7 +170,7 @@ def smooth(points: Points) -> list[tuple[float, float]]:
 
 
 def envelope(points: Points) -> list[tuple[float, float]]:
-    """Thin points out to about _MOST_POINTS that still touch every peak: the lowest and the highest of each stretch."""
+    """Thin points out to about _MOST_POINTS without losing a peak: keep the lowest and the highest of each stretch."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / _MOST_POINTS)
@@ -181,13 +182,13 @@ def envelope(points: Points) -> list[tuple[float, float]]:
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:
-    """Every n-th point, and the last."""
+    """Return every n-th point, about _MOST_POINTS in all, and the last."""
     every = math.ceil(len(points) / _MOST_POINTS)
     return [*points[:-1:every], points[-1]]
 
 
 def nice_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 × 10^m apart) that cover [low, high] with about ``about`` gaps."""
+    """Return round numbers (1, 2, 2.5 or 5 × 10^m apart) that cover [low, high] with about ``about`` gaps."""
     span = high - low
     if not (math.isfinite(span) and span > 0):
         return [low]

@@ -48,10 +48,11 @@ _RUNS = re.compile(rf'<meta name="{MARK}" content="(\[[^"]*)">')
 
 @dataclass(frozen=True)
 class PairedTest:
-    """``name`` against ``against``, on the problems that both answered and that could be scored.
+    """Test of ``name`` against ``against``, on the problems that both answered and that could be scored.
 
-    difference: share of ``name`` minus that of ``against``, 95% interval; None, and ``why_not`` says why.
-    gained, lost: problems that only ``name``, or only ``against``, has right. p_value: McNemar's exact test, two-sided.
+    difference: share of ``name`` minus that of ``against``, 95% interval; None: no test was made, for the reason
+    ``why_not``. gained, lost: how many problems only ``name``, or only ``against``, has right. p_value: McNemar's exact
+    test, two-sided.
     """
 
     name: str
@@ -65,7 +66,8 @@ class PairedTest:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs, the first of which is the baseline; settings that differ as (setting, one text a run); tests; notes."""
+    """Runs side by side; the first is the baseline. ``differing``: (setting, its value in each run). ``tests``: of each
+    other run against the baseline."""
 
     runs: list[RunRecord]
     differing: list[tuple[str, list[Any]]]
@@ -74,8 +76,9 @@ class Comparison:
 
 
 def compare(folders: Sequence[str | Path], stages: StagesOf = as_left) -> Comparison:
-    """The runs in ``folders``: outputs of `train` or `long2short`, or of `evaluate --output`. ``stages``: those of a
-    pipeline as they stand now.
+    """Compare the runs in ``folders``: outputs of `train` or `long2short`, or of `evaluate --output`.
+
+    ``stages``: returns the current stages of a pipeline's folder.
 
     Raises:
         ValueError: fewer than two, more than ``MOST_RUNS``, one named twice, or a folder with nothing of a run in it.
@@ -100,7 +103,7 @@ def compare(folders: Sequence[str | Path], stages: StagesOf = as_left) -> Compar
 
 
 def paired_test(run: RunRecord, baseline: RunRecord) -> PairedTest:
-    """``run`` against ``baseline`` on the greedy answers to the problems that they share."""
+    """Test ``run`` against ``baseline`` on the greedy answers to the problems that they share."""
     new = run.after
     old = baseline.after
     missing = [one.name for one, result in ((baseline, old), (run, new)) if result is None or not result.greedy]
@@ -120,16 +123,16 @@ def paired_test(run: RunRecord, baseline: RunRecord) -> PairedTest:
 
 
 def _different(old: EvaluationResult, new: EvaluationResult, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the settings of an evaluation that differ, where both have them, and in what."""
+    """Yield the settings among ``keys`` that two evaluations both have and that differ, with both values in words."""
     for key in keys:
         if key in old.settings and key in new.settings and old.settings[key] != new.settings[key]:
             yield key, f"{text_of('', new.settings[key])} and {text_of('', old.settings[key])}"
 
 
 def shared_problems(old: EvaluationResult, new: EvaluationResult) -> list[tuple[Outcome, Outcome]]:
-    """Scorable greedy answers of both to one problem: the same question and the same gold, in the order of ``old``.
+    """Pair the scorable greedy answers of both to the same question with the same gold, in the order of ``old``.
 
-    A problem that stands several times in the rows is paired first with first, second with second.
+    If a problem is in the rows several times, the first is paired with the first, the second with the second.
     """
     waiting: dict[tuple[str, str | None], list[Outcome]] = {}
     for outcome in new.greedy:
@@ -144,7 +147,7 @@ def shared_problems(old: EvaluationResult, new: EvaluationResult) -> list[tuple[
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
-    """The run's own name, its folder's where two are alike, the whole path where those are alike too."""
+    """Name the runs by their own names; if two are equal, by their folders' names; if those are too, by whole paths."""
     folders = [record.folder.resolve() for record in records]
     own = [str(record.summary.get("name") or folder.name) for record, folder in zip(records, folders, strict=True)]
     for names in (own, [folder.name for folder in folders]):
@@ -154,7 +157,7 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """Settings of run.json, mappings taken apart, that are not the same in all runs; None where a run has it not."""
+    """Return the settings of run.json (nested: dotted names) that differ between runs; None for a run without one."""
     kept = [{name: one for name, one in run.summary.items() if name not in _NOT_SETTINGS} for run in records]
     settings = [{name: one for name, one in flat(some) if one != {}} for some in kept]
     found = []
@@ -166,7 +169,7 @@ def _differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 
 
 def _notes(runs: Sequence[RunRecord], tests: Sequence[PairedTest]) -> list[str]:
-    """Notes that a reader has to know before believing the tables."""
+    """Return what a reader has to know before believing the tables."""
     notes = [f"{run.name}: {notice}" for run in runs for notice in run.notices]
     notes += [f"{run.name}: {gap}" for run in runs if run.after for gap in run.after.gaps]
     notes += [f"{test.name} and {test.against}: no paired test ({test.why_not})" for test in tests if test.why_not]
@@ -190,7 +193,7 @@ def _notes(runs: Sequence[RunRecord], tests: Sequence[PairedTest]) -> list[str]:
 
 
 def write_comparison(found: Comparison, path: str | Path) -> Path:
-    """Write the page. ValueError where ``path`` is a file that is no comparison, or cannot be written to."""
+    """Write the page. Raises ValueError if ``path`` is a file that is no comparison, or cannot be written to."""
     path = Path(path)
     if path.is_dir():
         page = str(path / "comparison.html")
@@ -202,8 +205,8 @@ def write_comparison(found: Comparison, path: str | Path) -> Path:
 
 
 def rewrite_comparison(path: Path, stages: StagesOf = as_left) -> Path:
-    """The page in ``path`` from what its runs hold now; ``stages`` as of ``compare``. ValueError where it is no
-    comparison, or a run is gone."""
+    """Make the page in ``path`` again from what its runs hold now; ``stages`` as in ``compare``. Raises ValueError if
+    it is no comparison, or a run is gone."""
     marked = _RUNS.search(path.read_text(encoding="utf-8", errors="replace"))
     if marked is None:
         raise ValueError(f"{str(path)!r} is a file and no comparison of runs; it was left as it is")
@@ -215,7 +218,7 @@ def rewrite_comparison(path: Path, stages: StagesOf = as_left) -> Path:
 
 
 def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
-    """The page; ``folders``: of the runs, as its own folder sees them."""
+    """Make the page. ``folders``: those of the runs, relative to the page's own folder."""
     names = [run.name for run in found.runs]
     differing = [
         (name, *(NOT_RECORDED if one is None else text_of(name, one) for one in values))
@@ -248,13 +251,13 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
 
 
 def tests_table(tests: Sequence[PairedTest]) -> Table:
-    """A row a test."""
+    """Make a table with one row a test."""
     head = ["greedy answers to the same problems", "difference", "right only here", "right only there", "p"]
     return Table(head, [(f"{one.name} − {one.against}", *filter(None, test_cells(one))) for one in tests])
 
 
 def print_comparison(found: Comparison, console: Terminal | None = None) -> None:
-    """The results, the tests and the notes for a terminal; plain lines are not wrapped."""
+    """Print results, tests and notes on a terminal; plain lines are not wrapped."""
     console = console or Terminal()
     measures = {name for run in found.runs if run.after for name in run.after.numbers["measures"]}
     rows = [row for row in result_rows(found) if row[0] in {*_ON_TERMINAL, *measures}]
@@ -271,7 +274,7 @@ def print_comparison(found: Comparison, console: Terminal | None = None) -> None
 
 
 def test_cells(test: PairedTest) -> tuple[str, str, str, str]:
-    """Difference in points with its interval, right only here, right only there, p."""
+    """Return a test as texts: difference in points with its interval, right only here, right only there, p."""
     if test.difference is None or test.p_value is None:
         return f"no test: {test.why_not}", "", "", ""
     p = "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.2g}"
@@ -279,7 +282,7 @@ def test_cells(test: PairedTest) -> tuple[str, str, str, str]:
 
 
 def result_rows(found: Comparison) -> list[list[str]]:
-    """Quantity, then one text a run: accuracy before, then everything of the final evaluation, then the last step."""
+    """Return rows of a quantity and its text for each run: accuracy before, the final evaluation, the last step."""
     before = [dict(_column(run.before)).get("greedy accuracy", NOT_RECORDED) for run in found.runs]
     columns = [dict(_column(run.after)) for run in found.runs]
     names = dict.fromkeys(name for column in columns for name in column)

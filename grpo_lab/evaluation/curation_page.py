@@ -23,8 +23,9 @@ _KEPT = "From the hardest to the easiest in even steps; nothing is picked for lo
 
 
 def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = None, rows: Rows = ()) -> Page:
-    """``summary``: how it was made, for the settings; ``rows``: all, with `kept`, and `pass_rate` where it was measured
-    (`Selection.scored_rows`), for the histogram and for examples of what stayed."""
+    """Make the page. ``summary``: how the curation was made, for the settings. ``rows``: all of them, with `kept`, and
+    with `pass_rate` where it was measured (`Selection.scored_rows`), for the histogram and the examples of kept rows.
+    """
     rates = [row["pass_rate"] for row in rows if row.get("kept") and row.get("pass_rate") is not None]
     if report.rows:
         share = f"{report.kept / report.rows:.1%} of the rows"
@@ -52,8 +53,8 @@ def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = No
 
 
 def read_curation(folder: Path) -> Page:
-    """Read the page of the curation in ``folder``, out of `curation.json` and `all.parquet`. ValueError: not finished,
-    or damaged."""
+    """Make the page of the curation in ``folder`` from `curation.json` and `all.parquet`. Raises ValueError if it is
+    not finished, or damaged."""
     table = folder / "all.parquet"
     try:
         found = read_record(folder / "curation.json")
@@ -102,7 +103,8 @@ def _filters(report: CurationReport) -> Section:
 
 
 def histogram(rows: Rows) -> list[Bar]:
-    """Pass rates in twelve bars: exactly 0, ten tenths (k/10, (k+1)/10] without the ends, exactly 1; else none."""
+    """Count pass rates in twelve bars: exactly 0, ten tenths (k/10, (k+1)/10] without the ends, exactly 1. No rates:
+    none."""
     counts = [[0, 0] for _ in range(12)]
     for row in rows:
         rate = row.get("pass_rate")
@@ -125,7 +127,7 @@ def histogram(rows: Rows) -> list[Bar]:
 
 
 def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:
-    """(row, question, gold, pass rate) of rows that stayed, evenly from hard to easy; without rates over the data."""
+    """Return (row, question, gold, pass rate) of kept rows, evenly from hard to easy; without rates over the data."""
     found = []
     for number in _shown_rows(rows):
         row = rows[number]
@@ -137,7 +139,7 @@ def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:
 
 
 def _shown_rows(rows: Rows) -> list[int]:
-    """The numbers of those."""
+    """Return the numbers of the rows that `kept_examples` shows."""
     rates = {number: row.get("pass_rate") for number, row in enumerate(rows) if row.get("kept")}
     kept = sorted(rates, key=lambda number: -1.0 if (rate := rates[number]) is None else float(rate))
     count = min(_KEPT_SHOWN, len(kept))

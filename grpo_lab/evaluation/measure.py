@@ -1,8 +1,7 @@
-"""`evaluate`: rows → prompts → completions → scores → `EvaluationResult`, in blocks of prompts: each answered, graded
-and kept on the disk before the next, shared among ranks.
+"""`evaluate`: rows → prompts → completions → scores → `EvaluationResult`, in blocks of prompts that ranks share.
 
-A block's answers follow from its prompts and its seed, not from who makes it or what came before: the result is the
-same on any number of ranks, and after a kill.
+Each block is answered, graded and saved to disk before the next. Its answers depend on its prompts and its seed, not on
+the rank or on earlier blocks. So the result is the same on any number of ranks, and after a kill.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ KEPT = "answers.{}.jsonl"
 
 
 class EvaluationStopped(KeyboardInterrupt):
-    """Ctrl-C in the middle of an evaluation. ``result`` holds what was answered until then; its settings say so."""
+    """Ctrl-C during an evaluation. ``result`` holds the answers until then; its settings say that it was stopped."""
 
     def __init__(self, result: EvaluationResult) -> None:
         super().__init__(f"stopped {result.stopped}")
@@ -56,7 +55,7 @@ class EvaluationStopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class _Asked:
-    """A problem that is put to the model: its index among the rows, the row, the prompt."""
+    """A problem that is put to the model: its index among the rows, the row, the rendered prompt."""
 
     index: int
     row: Row
@@ -84,7 +83,7 @@ def evaluate(
     blocks: Blocks | None = None,
     said: Mapping[str, Any] = MappingProxyType({}),
 ) -> EvaluationResult:
-    """Accuracy of ``model`` on ``rows``: greedy always, and over ``n_samples`` samples a problem where that is > 0.
+    """Measure the accuracy of ``model`` on ``rows``: greedy, and over ``n_samples`` samples a problem if there are any.
 
     rows      mappings with a column `prompt` (plain string or message list); every other column goes to ``reward``
     reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable
@@ -92,11 +91,11 @@ def evaluate(
     generate  makes the completions instead of ``model`` (then None), within ``context`` tokens (`CompletionGenerator`)
     measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
     by        a column of the rows (`steps`, `level`): the greedy accuracy is reported for each of its values, too
-    blocks    that are kept on the disk, and shared by ranks: then every rank calls this, and has the result
+    blocks    saves finished blocks to disk and shares them among ranks: every rank calls this and gets the result
 
     A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings.
     Samples follow from ``seed`` and ``batch_size``, not torch's random state. Unwrap a distributed model first.
-    EvaluationStopped: Ctrl-C after the first answers. Other exceptions in ``generate`` or ``reward`` come through.
+    Ctrl-C after the first answers raises EvaluationStopped. Exceptions of ``generate`` or ``reward`` are not caught.
     """
     started = time.perf_counter()
     problems = [dict(row) for row in rows]
@@ -127,7 +126,7 @@ def evaluate(
 def _stopped(
     outcomes: Sequence[Outcome], kind: Kind, wanted: int, settings: Mapping[str, Any], seconds: float
 ) -> EvaluationStopped:
-    """Ctrl-C, with what was answered until then; ``wanted``: answers of the ``kind`` that was under way."""
+    """Make the exception for Ctrl-C, with the answers until then; ``wanted``: how many of ``kind`` were to be made."""
     answered = sum(one.kind == kind for one in outcomes)
     said = {"stopped": f"after {answered:,} of {wanted:,} {kind} answers, the longest prompts first"}
     return EvaluationStopped(EvaluationResult(tuple(outcomes), {**settings, **said}, seconds))
@@ -136,14 +135,14 @@ def _stopped(
 def _generator_of(
     model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: bool
 ) -> tuple[CompletionGenerator, int | None]:
-    """The generator that asks ``model``, and the tokens of its context."""
+    """Return a generator that samples from ``model``, and the length of its context in tokens."""
     if model is None:
         raise ValueError("evaluate needs a model, or generate= in its place; both are None")
     return TransformersGenerator(model, tokenizer, batch_size, progress), context_of_config(model.config)
 
 
 def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
-    """List what is asked: kind, completions a problem, temperature."""
+    """List the passes over the problems: kind, completions a problem, temperature."""
     greedy: tuple[Kind, int, float] = ("greedy", 1, 0.0)
     if n_samples:
         return [greedy, ("sampled", n_samples, temperature)]
@@ -166,7 +165,7 @@ def _asked(
 def _written(
     generate: CompletionGenerator, asked: Sequence[_Asked], n: int, temperature: float, max_new_tokens: int, seed: int
 ) -> tuple[Sequence[Sequence[Completion | None]], bool]:
-    """Completions of each prompt; where that was broken off those that there are."""
+    """Generate the completions of each prompt. Return them, and whether Ctrl-C broke this off: then some are None."""
     ids = [one.prompt.ids for one in asked]
     try:
         written = generate(ids, n=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
@@ -181,7 +180,7 @@ def _written(
 
 
 def _fitting(asked: list[_Asked], context: int | None, max_new_tokens: int) -> list[_Asked]:
-    """Pick the prompts with room for a completion; ValueError if there are none."""
+    """Return the prompts with room for a completion. Raises ValueError if there are none."""
     if context is None:
         return asked
     fitting = [one for one in asked if len(one.prompt.ids) + max_new_tokens <= context]
@@ -200,7 +199,7 @@ def _grade(
     read_answer: ReadAnswer | None,
     by: str | None,
 ) -> list[Outcome]:
-    """``rewards``: the one that decides, under the empty name, and the measures."""
+    """Score the completions that there are. ``rewards``: the one that decides, named "", and the measures."""
     answers = [
         (one, sample, completion, str(tokenizer.decode(completion.ids, skip_special_tokens=True)))
         for one, group in zip(asked, written, strict=True)
@@ -232,14 +231,14 @@ def _grade(
 
 
 def _mean_log_prob(completion: Completion) -> float | None:
-    """Over the tokens that the model wrote; an inserted one has NaN there."""
+    """Average over the tokens that the model wrote; an inserted one has NaN."""
     own = [value for value in completion.logprobs or () if not math.isnan(value)]
     return fmean(own) if own else None
 
 
 def _scores(reward: Reward, given: Sequence[tuple[Row, str, Sequence[int]]]) -> list[float | None]:
-    """Call the reward once, as TRL does: columns as lists, the tokens of each completion, messages in when messages
-    went out. ``given``: row, text of the completion, its tokens."""
+    """Call the reward once, as TRL does: columns as lists, the tokens of each completion, and messages if the prompt
+    was messages. ``given``: row, text of the completion, its tokens."""
     rows = [row for row, _, _ in given]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
     columns["completion_ids"] = [list(ids) for _, _, ids in given]
@@ -253,7 +252,7 @@ def _name(reward: Reward) -> str:
 
 
 def _question(prompt: Any) -> str:
-    """Pick what a reader wants to see of a prompt: itself, or the last user message."""
+    """Return what a reader wants to see of a prompt: a string itself, or the last user message."""
     if isinstance(prompt, str):
         return prompt
     asked = [message for message in prompt if message["role"] == "user"] or list(prompt)
@@ -293,7 +292,7 @@ def _are_messages(prompt: Any) -> bool:
 
 
 def _checked(max_new_tokens: int, batch_size: int, n_samples: int, temperature: float, seed: int) -> dict[str, Any]:
-    """Check what the result says it was measured with, and return it."""
+    """Return the settings that the result reports. Raises ValueError if one is not allowed."""
     counts = {"max_new_tokens": (max_new_tokens, 1), "batch_size": (batch_size, 1), "n_samples": (n_samples, 0)}
     for name, (value, least) in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -305,8 +304,7 @@ def _checked(max_new_tokens: int, batch_size: int, n_samples: int, temperature: 
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """Return this rank and the number of ranks, as the launcher has numbered them; this rank's device is chosen,
-    too."""
+    """Return this rank and the number of ranks, as the launcher has numbered them; select this rank's device, too."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0, 1
     from accelerate import PartialState
@@ -316,10 +314,10 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 class Blocks:
-    """The blocks of an evaluation; those that the same model kept for the same rows and settings are not made again.
+    """The blocks of an evaluation. Blocks that the same model saved for the same rows and settings are not made again.
 
-    size: completions answered at once; 0: all, by this process alone. folder: where finished blocks are kept; None:
-    nowhere. identity: of the model that writes. in_step: ranks generate together, one without a block calls as well.
+    size: completions answered at once; 0: all, by this process alone. folder: where finished blocks are saved; None:
+    nowhere. identity: of the model. in_step: ranks generate together, so one without a block makes an empty call.
     """
 
     def __init__(self, size: int = 0, folder: Path | None = None, identity: Any = None, in_step: bool = False) -> None:
@@ -330,7 +328,7 @@ class Blocks:
         self.rank, self.ranks = rank_and_ranks() if size else (0, 1)
 
     def begin(self, settings: Mapping[str, Any], asked: Sequence[Any]) -> None:
-        """``asked``: the problems, each with its `prompt`."""
+        """Read the saved blocks of this evaluation. ``asked``: the problems, each with its `prompt`."""
         follows = json.dumps([self.identity, settings, asked], sort_keys=True, default=str)
         self.digest = hashlib.sha256(follows.encode()).hexdigest()
         self.asked = asked
@@ -340,8 +338,8 @@ class Blocks:
         self._exchange()
 
     def left(self, kind: Kind, n: int, progress: bool) -> Iterator[tuple[str, int, list[Any]]]:
-        """This rank's blocks: name, number of the first problem, problems. Longest prompts first: too large a batch
-        shows at once, and not after an hour."""
+        """Yield this rank's remaining blocks: name, number of the first problem, problems. The longest prompts come
+        first: too large a batch fails at once, and not after an hour."""
         from tqdm.auto import tqdm
 
         order = sorted(range(len(self.asked)), key=lambda place: -len(self.asked[place].prompt.ids))
@@ -355,7 +353,7 @@ class Blocks:
             yield "", 0, []
 
     def keep(self, name: str, found: list[Outcome], whole: bool) -> None:
-        """A block's outcomes; on the disk as well if they are ``whole``."""
+        """Record a block's outcomes; save them to disk if the block is ``whole``."""
         if name:
             self.found[name] = found
         if name and whole and self.folder is not None:
@@ -364,7 +362,7 @@ class Blocks:
             append_json_line(self.folder / KEPT.format(self.rank), row)
 
     def outcomes(self, kind: Kind, of_all: bool = True) -> list[Outcome]:
-        """Return the outcomes that are there, in the rows' order; ``of_all``: of all ranks, which are waited for."""
+        """Return the outcomes so far, in the rows' order; ``of_all``: wait for all ranks, and return theirs too."""
         if of_all:
             self._exchange()
         every = [one for name, block in self.found.items() if name.startswith(f"{kind} ") for one in block]
@@ -377,7 +375,7 @@ class Blocks:
             self.found = {name: one for of_rank in gather_object([self.found]) for name, one in of_rank.items()}
 
     def _read(self, file: Path) -> None:
-        """The whole blocks of this evaluation; half a line, and those of another, are made again."""
+        """Read the whole blocks of this evaluation from a file; skip half a line, and blocks of another evaluation."""
         for number, row in json_lines(file):
             if isinstance(row, dict) and row.get("of") == self.digest and isinstance(row.get("outcomes"), list):
                 block = [read_outcome(one, f"{file}, line {number}: not an outcome:") for one in row["outcomes"]]

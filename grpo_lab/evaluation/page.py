@@ -1,6 +1,7 @@
-"""The one model of our HTML pages: result, then sections with figures, answers and tables; settings last, folded.
+"""The structure of our HTML pages: the result, sections with figures, answers and tables; settings last, folded.
 
-Text of models, data and files is not trusted: all is made visible and escaped; no page has scripts or loads anything.
+Text of models, data and files is not trusted: all of it is made visible and escaped. No page has scripts or loads
+anything.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class ShownSample(NamedTuple):
 
     @property
     def asked(self) -> Outcome:
-        """The side that there is, for the problem."""
+        """The outcome that shows the problem: ``after``, or else ``before``."""
         assert self.before or self.after
         return self.after or self.before  # type: ignore[return-value]
 
 
 class Card(NamedTuple):
-    """A number of the result, large, with its unit; a note under it."""
+    """A number of the result in large print, with its unit, and a note under it."""
 
     name: str
     value: str
@@ -55,8 +56,7 @@ class Card(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar of rows that were kept and dropped; ``full``: how many a bar of full length has. ``label``: in a
-    histogram."""
+    """A bar of kept and dropped rows. ``full``: how many rows a bar of full length has. ``label``: in a histogram."""
 
     kept: int
     dropped: int
@@ -66,9 +66,9 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts (or a `Bar`), the first of each its heading; the last cell of a short row spans what is missing.
+    """A table of texts (or a `Bar`). A row's first cell is its heading; the last cell of a short row spans the rest.
 
-    words: columns of running text. stacked: on a phone each row is a list; packed: with its cells one after the other.
+    words: columns of running text. stacked: on a phone each row is a list; packed: its cells follow in one line.
     """
 
     head: Sequence[str]
@@ -80,8 +80,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A section: what stands under one heading, in this order. ``groups``: lists of (name, text), each with its
-    heading. ``drawing``: of stages, with its boxes and arrows. ``folded``: the words that are seen until it is
+    """A section of a page; its parts appear in the order of the fields. ``groups``: lists of (name, text), each with
+    its heading. ``drawing``: a pipeline's stages as boxes and arrows. ``folded``: the words to see until it is
     opened."""
 
     title: str
@@ -100,14 +100,14 @@ class Section:
 
     @property
     def empty(self) -> bool:
-        """Such a section is not shown."""
+        """Whether there is nothing to show; then the section is left out."""
         rows = self.table.rows if self.table else ()
         return not any((self.points, self.figures, self.drawing, self.bars, self.samples, rows, self.groups))
 
 
 @dataclass(frozen=True)
 class Page:
-    """``about``: what it was, in a line. ``missing``: what was not recorded. ``runs``: of a comparison."""
+    """A page. ``about``: what it is about, in a line. ``missing``: what was not recorded. ``runs``: of a comparison."""
 
     kind: str
     title: str
@@ -134,7 +134,8 @@ class Page:
         return environment.get_template("page.html.j2").render(page=self, written=written, longest=LONGEST_SHOWN)
 
     def write(self, path: str | Path) -> Path:
-        """ValueError where ``path`` cannot be written; a full disk is an OSError."""
+        """Write the page; return its path. Raises ValueError if ``path`` cannot be written, OSError if the disk is
+        full."""
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +155,7 @@ _UNITS = {
 
 
 def settings_section(summary: Mapping[str, Any]) -> Section:
-    """run.json folded away: its plain values first, then a list for each mapping, or list of mappings, in it."""
+    """Make a folded section of run.json: first its plain values, then a list for each mapping or list of mappings."""
     plain: list[tuple[str, str]] = []
     groups: list[tuple[str, list[tuple[str, str]]]] = []
     for key in sorted(summary, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST)):
@@ -171,7 +172,7 @@ def settings_section(summary: Mapping[str, Any]) -> Section:
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name → value, an empty mapping among them."""
+    """Yield (dotted name, value) from nested mappings; an empty mapping counts as a value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{before}{name}.")
@@ -180,8 +181,8 @@ def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def text_of(key: object, value: Any, inside: bool = False) -> str:
-    """A value of run.json as a reader wants it, with the unit of the dotted ``key``; a mapping of a list in a line of
-    its own."""
+    """Format a value of run.json for a reader, with the unit of the dotted ``key``. Each mapping of a list gets a
+    line."""
     key = str(key).rpartition(".")[2]
     if isinstance(value, Mapping):
         said = ", ".join(f"{name}: {text_of(name, inner, True)}" for name, inner in value.items())
@@ -212,7 +213,7 @@ def text_of(key: object, value: Any, inside: bool = False) -> str:
 
 
 def about(settings: Mapping[str, Any], *keys: str) -> list[str]:
-    """Say in a few words what was run: the values of these keys."""
+    """Return the values of these keys in words, to say what was run."""
     found = []
     for key in keys:
         value = settings.get(key)
@@ -228,8 +229,8 @@ def about(settings: Mapping[str, Any], *keys: str) -> list[str]:
 def choose_samples(
     before: EvaluationResult | None, after: EvaluationResult | None
 ) -> tuple[list[ShownSample], list[tuple[str, int]], bool]:
-    """(the first problems of each kind, in the order of the rows; how many there are of each kind; whether both
-    evaluations are about the same problems). Without shared problems: of each verdict of one side."""
+    """Choose the problems to show. Return the first of each kind in the order of the rows, the number of each kind, and
+    whether both evaluations are about the same problems. If they share none: the first of each verdict of one side."""
     old, new = ({} if one is None else {outcome.problem: outcome for outcome in one.greedy} for one in (before, after))
     shared = sorted(old.keys() & new.keys())
     if not shared:

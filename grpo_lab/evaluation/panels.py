@@ -1,4 +1,4 @@
-"""The plots of a report, one row each. A new plot costs one `Panel`."""
+"""The plots of a report, each described by one `Panel`. A new plot costs one more."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FROM_ZERO = {"from_zero": True}
 
 
 class Panel(NamedTuple):
-    """title; what to look for; unit of the y axis; label → metrics, of which the first recorded one is drawn. optional:
-    left out, instead of "not recorded", when the run has none of its metrics. shape: of `draw`."""
+    """A plot: its title; what to look for; unit of the y axis; label → metrics, of which the first recorded one is
+    drawn. optional: left out, instead of "not recorded", if the run has none of its metrics. shape: for `draw`."""
 
     title: str
     meaning: str
@@ -157,7 +157,8 @@ _UNITS = [("share|ratio|frac_", "share"), ("length|tokens", "tokens"), ("^(eval_
 
 
 def panels_of(*records: RunRecord) -> list[Panel]:
-    """`PANELS` after the reward, which has a line for each of several rewards. With a critic no group is dead."""
+    """Return the panel of the reward, with a line for each of several rewards, then `PANELS`. With a critic no group is
+    dead, and that panel is left out."""
     names = sorted({name for record in records for name in record.metrics if _EACH_REWARD.fullmatch(name)})
     single = {}
     if len(names) > 1:
@@ -169,7 +170,7 @@ def panels_of(*records: RunRecord) -> list[Panel]:
 
 
 def panel_figures(record: RunRecord) -> tuple[list[Figure], list[str]]:
-    """The plots of a run; and in words what was not recorded, optional ones aside."""
+    """Draw the plots of a run. Return also, in words, what was not recorded, optional plots aside."""
     found = [("", _working(record)), (EVALUATIONS, _accuracy(record))]
     for panel in panels_of(record):
         lines = [Line(label, record.first_of(*names)) for label, names in panel.lines.items()]
@@ -179,13 +180,13 @@ def panel_figures(record: RunRecord) -> tuple[list[Figure], list[str]]:
 
 
 def unit_of(metric: str) -> str:
-    """Unit of a metric that a panel draws, or that its name says; empty where neither does."""
+    """Return the unit of a metric, by a panel that draws it or by its name; empty if neither says it."""
     drawn = {name: panel.unit for panel in PANELS for name in panel.metrics}
     return drawn.get(metric) or next((unit for named, unit in _UNITS if re.search(named, metric)), "")
 
 
 def _working(record: RunRecord) -> Figure | None:
-    """R1-Zero's curve in one figure; None where `worked_out` was not watched."""
+    """Draw R1-Zero's curve: right answers, worked-out answers, length. None if `worked_out` was not logged."""
     worked_out = Line("worked out", record.first_of("rewards/worked_out/mean"))
     if not worked_out.points:
         return None
@@ -200,7 +201,7 @@ def _working(record: RunRecord) -> Figure | None:
 
 
 def accuracy_line(record: RunRecord, label: str) -> Line:
-    """Held-out accuracy with its limits: before at step 0, after at the last step, those on the way in between."""
+    """Make a line of held-out accuracy with its limits: before (step 0), during, and after (last step) training."""
     evaluated = [(0, record.before), *record.during, (record.last_step or 1, record.after)]
     found = {step: e.accuracy for step, e in evaluated if isinstance(e, EvaluationResult) and e.accuracy is not None}
     points = [(float(step), interval.value) for step, interval in sorted(found.items())]
@@ -232,7 +233,8 @@ _BY_PASS_RATE = "Dividing by σ, the root, lifts questions that are almost alway
 
 
 def weight_figures(record: RunRecord) -> list[Figure]:
-    """Draw what answers weighed in the gradient, by their length and their group's pass rate, beside the formulas'."""
+    """Draw what answers weighed in the gradient, by length and by their group's pass rate, beside the formulas'
+    values."""
     if not record.token_weights:
         return []
     from grpo_lab.diagnostics.token_weights import WeightFamily, over_steps  # loads torch
@@ -262,7 +264,7 @@ def weight_figures(record: RunRecord) -> list[Figure]:
 
 
 def comparison_figures(runs: Sequence[RunRecord]) -> list[Figure]:
-    """Curves with one line a run; quantities that no run recorded are left out."""
+    """Draw each quantity with one line a run; quantities that no run recorded are left out."""
     meaning, unit = "Bars: 95% Wilson interval over problems.", "share of problems correct"
     trained = [run for run in runs if run.kind not in (EVALUATION, PIPELINE)]  # of no step
     accuracy = [accuracy_line(run, run.name) for run in trained]

@@ -1,7 +1,7 @@
-"""Pipelines on a page and on the terminal: their stages drawn and in a table, stage × task, curves.
+"""Pipelines on a page and on the terminal: a drawing and a table of the stages, accuracy by stage and task, curves.
 
-One pipeline, or several runs of it: a number is then the mean over the runs that have it, with the lowest and the
-highest in brackets.
+It is about one pipeline or several runs of it. Then a number is the mean over the runs that have it, with the lowest
+and the highest in brackets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from grpo_lab.evaluation.terminal import Terminal, duration, fits, print_table
 
 
 def _share(value: float) -> str:
-    """Also of a fact that is a share of one kind of stage, and a count of another (``thinking``)."""
+    """Format a share in per cent, a number above 1 as a count: ``thinking`` is the one or the other, by the kind of
+    stage."""
     if value <= 1:
         return f"{value:.1%}"
     return f"{value:,.0f}"
@@ -71,9 +72,8 @@ CHARACTERS = 42
 
 
 def status(folder: Path, console: Console | None = None, stages: Sequence[PipelineStage] = ()) -> None:
-    """Print the table of the pipeline in ``folder``, one row a stage; on a narrow terminal with its facts in one
-    column. ``stages``: as they stand now; default: as the folder's last run left them. ValueError: no pipeline is
-    there."""
+    """Print the table of the pipeline in ``folder``, one row a stage; on a narrow terminal all facts share a column.
+    ``stages``: the current ones; default: as the folder's last run left them. ValueError: there is no pipeline."""
     run = _pipeline_in(folder, stages)
     console = console or Terminal()
     table = stages_table([run])
@@ -92,7 +92,7 @@ def status(folder: Path, console: Console | None = None, stages: Sequence[Pipeli
 
 
 def open_questions(stages: Sequence[PipelineStage]) -> list[str]:
-    """A line for each stage that has failed, is to be done again, or was edited: what of it, and why."""
+    """Return a line for each stage that has failed, has to be repeated, or was edited, with the reason."""
     found = []
     for one in stages:
         if one.error:
@@ -103,8 +103,8 @@ def open_questions(stages: Sequence[PipelineStage]) -> list[str]:
 
 
 def show(folder: Path, console: Console | None = None, stages: Sequence[PipelineStage] = ()) -> None:
-    """Print the stages as boxes, each with what it takes. ``stages``: as of ``status``. ValueError: no pipeline is in
-    ``folder``."""
+    """Print the stages as boxes, each with its inputs. ``stages``: as in ``status``. ValueError: no pipeline is
+    there."""
     for one in _pipeline_in(folder, stages).stages:
         taken = [f"← {found.get('from')}" for found in one.inputs.values()]
         said = Text("\n".join([", ".join(words) for words in _words(one)] + taken))
@@ -122,7 +122,7 @@ def _pipeline_in(folder: Path, stages: Sequence[PipelineStage]) -> RunRecord:
 
 
 def pipeline_sections(runs: Sequence[RunRecord]) -> list[Section]:
-    """Make the sections of one pipeline, or of those among several runs."""
+    """Make the sections about one pipeline, or about all runs that are pipelines."""
     runs = [run for run in runs if run.stages]
     if not runs:
         return []
@@ -136,8 +136,8 @@ def pipeline_sections(runs: Sequence[RunRecord]) -> list[Section]:
 
 
 def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
-    """The stages as boxes, one under the other, in pixels for `figure.html.j2`. An arrow to the next box runs between
-    the two; from a stage whose things later ones take, a line runs down beside the boxes."""
+    """Lay the stages out as boxes, one under the other, in pixels for `figure.html.j2`. An input from the stage just
+    before is an arrow between the boxes; one from an earlier stage is a line beside them."""
     boxes: dict[str, SimpleNamespace] = {}
     lanes: dict[str, float] = {}
     arrows = []
@@ -168,7 +168,7 @@ def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
 
 
 def _words(stage: PipelineStage) -> list[list[str]]:
-    """Words of a stage: its kind, how far it is and its time; its facts."""
+    """Describe a stage: first its kind, status and time, then its facts."""
     found = numbers_of(stage)
     took = []
     if "seconds" in found:
@@ -179,7 +179,7 @@ def _words(stage: PipelineStage) -> list[list[str]]:
 
 
 def numbers_of(stage: PipelineStage) -> dict[str, float]:
-    """Pick a stage's facts that are numbers, of an interval the value; and its seconds."""
+    """Return a stage's numeric facts (of an interval the value), and its seconds."""
     found = {name: one.get("value") if isinstance(one, Mapping) else one for name, one in stage.results.items()}
     found["seconds"] = stage.seconds or None
     found.setdefault(OUT_OF, found.get("traces"))
@@ -187,8 +187,8 @@ def numbers_of(stage: PipelineStage) -> dict[str, float]:
 
 
 def stages_table(runs: Sequence[RunRecord]) -> Table:
-    """Make a table with one row a stage, one column for each of `FACTS` that a stage has; the last row: tokens and time
-    of all. Stages of one name and different kinds are different stages."""
+    """Make a table with one row a stage and one column for each of `FACTS` that a stage has. The last row sums tokens
+    and time. Stages of the same name and different kinds have a row each."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     kinds: dict[tuple[str, str], str] = {}
     total: dict[str, list[float]] = {name: [0.0] * len(runs) for name in _COST}
@@ -210,10 +210,12 @@ def stages_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def matrix(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[float]]]:
-    """Stage → task → accuracy in each run, from the stages that evaluate the model of another: they are called by that
-    one and by the task (`fusion-maths`). A further condition (``accuracy.no-thinking``) is a task of its own, a budget
-    is none; who takes no stage's model is about the start model. Where runs have stages of one name and different
-    kinds, the kind stands beside it."""
+    """Return stage → task → accuracy in each run, from the stages that evaluate another's model.
+
+    Such a stage's name holds both: `fusion-maths` is the task maths, after the stage fusion. A further condition
+    (``accuracy.no-thinking``) is a task of its own; a budget is not. Without a stage's model it is about the start
+    model. If runs have stages of one name and different kinds, the kind is added to the name.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     kinds: dict[str, list[str]] = {}
     for name, kind in dict.fromkeys((one.name, one.kind) for run in runs for one in run.stages):
@@ -240,7 +242,7 @@ def matrix(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[float]]]:
 
 
 def matrix_table(runs: Sequence[RunRecord]) -> Table:
-    """The accuracy on each task after each stage."""
+    """Make a table of the accuracy on each task after each stage."""
     found = matrix(runs)
     tasks = list(dict.fromkeys(task for row in found.values() for task in row))
     rows = [
@@ -251,7 +253,7 @@ def matrix_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def curves_section(runs: Sequence[RunRecord]) -> Section:
-    """The main curves of the stages that logged some, one line a stage."""
+    """Draw the main curves of the stages that logged metrics, one line a stage."""
     found = []
     for folder, name, stage in [(run.folder, run.name, one.name) for run in runs for one in run.stages]:
         if (folder / stage / "metrics.jsonl").is_file():
@@ -267,7 +269,7 @@ def curves_section(runs: Sequence[RunRecord]) -> Section:
 
 
 def _cell(found: Mapping[str, Sequence[float]], name: str) -> str:
-    """Words of a cell: what a stage has of one fact; of rows, out of how many they were chosen."""
+    """Format one fact of a stage; for chosen rows, also out of how many they were chosen."""
     said = _said(found.get(name, ()), name)
     total = found.get(OUT_OF)
     if said and total and name == "rows":
@@ -276,7 +278,7 @@ def _cell(found: Mapping[str, Sequence[float]], name: str) -> str:
 
 
 def _said(values: Sequence[float], name: str) -> str:
-    """Say the mean of ``values``, and the lowest and the highest of several."""
+    """Format the mean of ``values``, with the lowest and the highest if they differ."""
     if not values:
         return ""
     mean, low, high = (FACTS[name](of(values)) for of in (fmean, min, max))

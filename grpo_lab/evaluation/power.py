@@ -1,5 +1,4 @@
-"""Power of a comparison of two arms: the seeds that it needs, and the difference that so many see. Student's t test,
-two-sided."""
+"""Power of a comparison of two arms by Student's t test, two-sided: the seeds it needs, and what so many detect."""
 
 from __future__ import annotations
 
@@ -14,13 +13,14 @@ POWER, LEVEL = 0.8, 0.05
 
 
 def power_over_seeds(difference: float, sd: float, seeds: int, level: float = LEVEL, *, paired: bool = False) -> float:
-    """Chance that Student's two-sided t test at ``level`` sees a true ``difference`` between two arms of ``seeds``.
+    """Return the probability that Student's two-sided t test detects a true ``difference`` between two arms.
 
         two arms:  df = 2n − 2, λ = d / (s √(2/n))        seed by seed:  df = n − 1, λ = d / (s / √n)
         power = P(|T| > t₍df, 1 − level/2₎), T noncentral t with df and λ
 
-    ``sd``: of one arm's result over seeds, the same in both; ``paired``: of the differences, seed by seed. It is in the
-    unit of ``difference``. Exact for normal results (J. Cohen, Statistical Power Analysis, 2nd ed. 1988, ch. 2).
+    ``seeds``: n, runs in each arm. ``sd``: s, standard deviation over seeds of an arm's result, the same in both; with
+    ``paired``, of the differences seed by seed. It is in the unit of ``difference``. Exact for normal results (J.
+    Cohen, Statistical Power Analysis, 2nd ed. 1988, ch. 2).
     """
     if not (math.isfinite(difference) and difference != 0 and math.isfinite(sd) and sd > 0):
         raise ValueError(f"a difference that is not 0 and a spread above 0 are needed, got {difference!r} and {sd!r}")
@@ -39,8 +39,8 @@ def power_over_seeds(difference: float, sd: float, seeds: int, level: float = LE
 def seeds_needed(
     difference: float, sd: float, power: float = POWER, level: float = LEVEL, *, paired: bool = False
 ) -> int:
-    """Fewest seeds an arm with which a true ``difference`` is seen with chance ``power``: see `power_over_seeds`.
-    ValueError: no difference, no spread, or more than a million."""
+    """Find the fewest seeds per arm that detect a true ``difference`` with probability ``power``: see
+    `power_over_seeds`. Raises ValueError without a difference or a spread, or beyond a million seeds."""
     if not 0 < power < 1:
         raise ValueError(f"power must lie between 0 and 1, got {power!r}")
     low, high = 1, 2
@@ -79,7 +79,8 @@ def difference_seen(
 
 
 def pooled_sd(arms: Sequence[Sequence[float]]) -> float | None:
-    """Spread over seeds within the arms: √(Σ (nᵢ − 1) sᵢ² / Σ (nᵢ − 1)). None without an arm of two."""
+    """Compute the standard deviation over seeds within the arms, √(Σ (nᵢ − 1) sᵢ² / Σ (nᵢ − 1)). None: no arm has
+    two."""
     several = [arm for arm in arms if len(arm) > 1]
     free = sum(len(arm) - 1 for arm in several)
     if free:
@@ -94,15 +95,15 @@ def power_said(
     spread: float | None = None,
     problems: int | None = None,
 ) -> str:
-    """Say the power in words, for two arms of ``seeds``, tested by Student's t, two-sided at 5%.
+    """Say in words what two arms of ``seeds`` can detect, by Student's t test, two-sided at 5%.
 
     Args:
-        arms: each arm's results that there are, one a seed, as shares.
-        difference: in points, that is to be seen with 80% chance; None: nobody asked.
+        arms: the results of each arm so far, one a seed, as shares.
+        difference: in points, to be detected with 80% probability; None: none is asked for.
         spread: standard deviation over seeds, in points; None: that of ``arms``, pooled.
         problems: held-out problems behind a result, for the part of the spread that is the evaluation's.
 
-    ValueError: a difference or a spread that is not above 0.
+    Raises ValueError if a difference or a spread is not above 0.
     """
     for option, value in (("--difference", difference), ("--spread", spread)):
         if value is not None and not value > 0:
@@ -137,7 +138,7 @@ def power_said(
 
 
 def _of_evaluation(results: Sequence[float], problems: int | None) -> str:
-    """√(p(1 − p)/n): what n problems answered anew, each by luck of its own, would spread by."""
+    """Say which spread the evaluation alone causes: √(p(1 − p)/n), for n problems answered independently."""
     if problems is None or not results:
         return ""
     share = fmean(results)

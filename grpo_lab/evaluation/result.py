@@ -75,7 +75,7 @@ class Outcome:
 
 
 def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
-    """`outcomes.parquet` for tools and `outcomes.jsonl` for eyes and `grep`: the same rows in both, `correct` added."""
+    """Write `outcomes.parquet` for tools and `outcomes.jsonl` for eyes and `grep`: the same rows, `correct` added."""
     import pyarrow as pa
 
     records = [encodable(asdict(outcome) | {"correct": outcome.correct}) for outcome in outcomes]
@@ -100,7 +100,7 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 
 
 def read_outcome(row: dict[str, Any], where: str) -> Outcome:
-    """Read an outcome of a line; what earlier releases did not write is as it is by default."""
+    """Make an outcome from a line of JSON; fields that earlier releases did not write get their defaults."""
     row = {"thinking": None, "log_prob": None, "measures": {}, "group": None, **row}
     names = [f.name for f in fields(Outcome)]
     if missing := [name for name in names if name not in row]:
@@ -123,7 +123,7 @@ def read_outcome(row: dict[str, Any], where: str) -> Outcome:
 
 
 def as_text(value: object) -> str | None:
-    """A gold answer as text: strings as they are, None as None, anything else as JSON."""
+    """Convert a gold answer to text: strings as they are, None as None, anything else as JSON."""
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
@@ -140,8 +140,7 @@ _SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)", re.ASCII)
 
 
 def answer_reader(reward: Any) -> ReadAnswer | None:
-    """Choose how to read answers where the caller did not say: as `AccuracyReward` (or its kin) does. None for other
-    rewards."""
+    """Return the function with which an `AccuracyReward` (or a subclass) reads an answer; None for other rewards."""
     from grpo_lab.rewards.math.accuracy import AccuracyReward
 
     if not isinstance(reward, AccuracyReward):
@@ -150,8 +149,8 @@ def answer_reader(reward: Any) -> ReadAnswer | None:
 
 
 def vote_key(answer: str) -> str:
-    """The name under which an answer votes: numbers and fractions by value (`$1,234.50` and `1234.5` are one, `1/2` and
-    `\\frac12` too), all else by its canonical spelling: two that only algebra can match vote apart."""
+    """Return the name under which an answer votes: numbers and fractions by value (`$1,234.50` is `1234.5`, `1/2` is
+    `\\frac12`), all else by its canonical spelling. So answers that only algebra can match vote apart."""
     text = answer.strip()
     if len(text) > _LONGEST_NAME:
         return text
@@ -198,7 +197,8 @@ class EvaluationResult:
 
     @cached_property
     def accuracy_by(self) -> dict[str, Interval]:
-        """Value of the column that the setting `by` names → greedy accuracy on its problems, numbers in their order."""
+        """Greedy accuracy for each value of the column that the setting `by` names; numbers among the values are
+        sorted."""
         found: dict[str, list[bool]] = {}
         for one in self.greedy:
             if one.group is not None and one.correct is not None:
@@ -218,14 +218,14 @@ class EvaluationResult:
 
     @cached_property
     def majority_at(self) -> dict[int, Interval]:
-        """k → maj@k. Empty where no answers could be read (then no vote can be held)."""
+        """k → maj@k. Empty if no answers could be read (then no vote can be held)."""
         if self.settings.get("answers_read", True):
             return self._over_problems(statistics.majority_at_k)
         return {}
 
     @cached_property
     def _votes(self) -> list[list[Vote]]:
-        """Per problem the scorable samples, in the order drawn."""
+        """The scorable samples of each problem, in the order drawn."""
         votes: dict[int, list[Vote]] = {}
         for outcome in sorted(self.sampled, key=lambda o: (o.problem, o.sample)):
             if outcome.correct is not None:
@@ -251,7 +251,7 @@ class EvaluationResult:
 
     @property
     def mean_length_correct(self) -> float | None:
-        """Tokens per correct greedy completion. None where there is none."""
+        """Mean tokens of a correct greedy completion. None if there is none."""
         return mean(o.tokens for o in self.greedy if o.correct is True)
 
     @cached_property
@@ -261,7 +261,7 @@ class EvaluationResult:
 
     @cached_property
     def calibration(self) -> dict[str, Calibration]:
-        """Calibration, how sure the model was against how right: by the log-prob of greedy answers, by the agreement of
+        """How sure the model was against how right, by the log-prob of greedy answers and by the agreement of
         samples."""
         sure = [(math.exp(o.log_prob), float(o.score >= CORRECT_FROM)) for o in self.greedy
                 if o.log_prob is not None and o.score is not None]  # fmt: skip
@@ -272,13 +272,13 @@ class EvaluationResult:
 
     @property
     def stopped(self) -> str | None:
-        """Place where the evaluation was stopped by hand; None for a whole one."""
+        """Where the evaluation was stopped by hand; None if it is complete."""
         said = self.settings.get("stopped")
         return None if said is None else str(said)
 
     @property
     def gaps(self) -> list[str]:
-        """Reasons, in words, why this is less than the rows that were asked for."""
+        """Reasons, in words, why the result covers fewer problems than were asked for."""
         found = []
         if self.stopped:
             found.append(f"stopped {self.stopped}: a part of the problems, and no fair sample of them")
@@ -313,7 +313,7 @@ class EvaluationResult:
         return {}
 
     def write(self, folder: str | Path) -> Path:
-        """`outcomes.jsonl`, `outcomes.parquet` and, when they are whole, `summary.json` in ``folder``; returns it."""
+        """Write `outcomes.jsonl` and `outcomes.parquet`, then `summary.json`, into ``folder``; return it."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").unlink(missing_ok=True)  # of another evaluation
@@ -323,7 +323,7 @@ class EvaluationResult:
 
     @classmethod
     def read(cls, folder: str | Path) -> EvaluationResult:
-        """The result that :meth:`write` left in ``folder``; numbers are computed anew from its outcomes."""
+        """Read the result that :meth:`write` left in ``folder``; its numbers are computed again from the outcomes."""
         folder = Path(folder)
         summary = read_record(folder / "summary.json", {"settings": dict}, "it is not the summary of an evaluation")
         path = folder / "outcomes.jsonl"
@@ -333,7 +333,7 @@ class EvaluationResult:
 
 
 def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval | None:
-    """Change in greedy accuracy on the problems scorable in both; None unless both are about the same questions."""
+    """Compute the change in greedy accuracy on the problems scorable in both; None if their questions differ."""
     old = {o.problem: o for o in before.greedy if o.correct is not None}
     new = {o.problem: o for o in after.greedy if o.correct is not None}
     shared = sorted(old.keys() & new.keys())
@@ -343,13 +343,13 @@ def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval |
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of the values that are there (of flags: the share that is set); None without any."""
+    """Average the values that are not None (of flags: the share that is set); None if all are."""
     there = [one for one in values if one is not None]
     return fmean(there) if there else None
 
 
 def _in_order(group: str) -> tuple[bool, float, str]:
-    """Numbers by value, in front of other texts."""
+    """Sort key: numbers by value, then other texts."""
     number = None
     if _DECIMAL.fullmatch(group):
         number = float(group)
@@ -357,8 +357,9 @@ def _in_order(group: str) -> tuple[bool, float, str]:
 
 
 def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, Any]:
-    """``worked_out``: writes a calculation down (``grpo_lab.rewards.worked_out``); ``reflection``: has a word of it
-    (``grpo_lab.rewards.completion.reflects``); ``thinking``: of those that think."""
+    """Summarise completions. ``worked_out``: they write a calculation down (``grpo_lab.rewards.worked_out``);
+    ``reflection``: they have a word of it (``grpo_lab.rewards.completion.reflects``); ``thinking``: of those that
+    think."""
     measured = outcomes[0].measures if outcomes else ()
     return {
         "completions": len(outcomes),
@@ -378,8 +379,8 @@ def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, 
 
 
 def number_at(summary: Any, name: str, where: str) -> float:
-    """The number at a dotted place of ``EvaluationResult.summary``, such as ``greedy.accuracy.value``; NaN for None.
-    ValueError, naming ``where``: there is no such place, or no number."""
+    """Return the number at a dotted place of ``EvaluationResult.summary``, such as ``greedy.accuracy.value``; NaN for
+    None. Raises ValueError, naming ``where``, if there is no such place, or no number."""
     for step in name.split("."):
         if not isinstance(summary, Mapping) or step not in summary:
             if isinstance(summary, Mapping):

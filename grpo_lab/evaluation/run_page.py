@@ -1,4 +1,4 @@
-"""`write_report`: an HTML page about what a folder holds, whatever command made it. Here: of a run and of rounds."""
+"""`write_report`: an HTML page about a folder, whatever command wrote it. Pages of runs and of rounds are made here."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ _CONTROL = (
 
 
 def write_report(place: str | Path, stages: StagesOf = as_left) -> Path:
-    """`report.html` in a folder of `train`, `long2short`, `rounds`, `curate`, `evaluate` or `pipeline`; its path.
-    ``stages``: those of a pipeline, as they stand now; default: as its last run left them.
+    """Write `report.html` in a folder of `train`, `long2short`, `rounds`, `curate`, `evaluate` or `pipeline`.
 
-    A piece that is missing is named at the end of the page; a damaged one under "Notices". ``place`` may be the page of
-    a comparison: it is made anew from its runs.
+    It returns the path. ``stages``: returns a pipeline's current stages; default: as its last run left them.
+
+    A missing piece is named at the end of the page, a damaged one under "Notices". If ``place`` is the page of a
+    comparison, it is made again from its runs.
 
     Raises:
-        ValueError: there is nothing of ours in ``place``; what is there, is left alone.
+        ValueError: there is nothing of ours in ``place``, which is left unchanged.
     """
     place = Path(place)
     if place.is_file():
@@ -76,7 +77,7 @@ def report_page(folder: Path, stages: StagesOf = as_left) -> Page:
 
 
 def page_of(record: RunRecord) -> Page:
-    """Make the page about what was read of a folder. Of several things the run's, and a notice names the others."""
+    """Make the page about a record. Of several kinds the page is about the first, and a notice names the others."""
     if not record.kind:
         raise ValueError(f"{_without_a_page(record.folder)}; nothing was changed")
     if record.kind == CURATION:
@@ -91,7 +92,7 @@ def page_of(record: RunRecord) -> Page:
 
 
 def _without_a_page(folder: Path) -> str:
-    """Say what a folder that has no page of its own holds, and where that is shown."""
+    """Say what a folder without a page of its own holds, and where that is shown."""
     if (folder / "records.json").is_file():
         drawn = "`grpo-lab lab NAME --at-most 0` draws table and figure anew"
         return f"{folder} holds a lab, which has no page: {drawn}, and `report` takes the folder of a cell (ARM-SEED)"
@@ -160,7 +161,7 @@ def pipeline_page(record: RunRecord) -> Page:
 
 
 def title_of(record: RunRecord) -> str:
-    """The run's name, else its folder's."""
+    """Return the run's name, or else its folder's."""
     name = record.summary.get("name")
     if isinstance(name, str) and name:
         return name
@@ -175,7 +176,7 @@ def notices_of(record: RunRecord) -> list[str]:
 
 
 def accuracy_cards(record: RunRecord) -> list[Card]:
-    """Held-out accuracy before and after, and the gain on the same problems, as far as they were measured."""
+    """Make cards of held-out accuracy before and after, and of the gain on the same problems, as far as measured."""
     before = record.before
     after = record.after
     cards = []
@@ -205,7 +206,7 @@ def _length_card(record: RunRecord) -> list[Card]:
 
 
 def evaluation_sections(record: RunRecord) -> list[Section]:
-    """The model's answers, and all numbers of the evaluations."""
+    """Make the sections of the model's answers, and of all numbers of the evaluations."""
     before = record.before
     after = record.after
     now = after or before
@@ -265,7 +266,7 @@ def reliability_figures(before: EvaluationResult | None, after: EvaluationResult
 
 
 def _metrics_section(record: RunRecord) -> Section:
-    """Each metric over the run; start and end are means of the first and last tenth."""
+    """Make a table of each metric over the run; start and end are means of the first and last tenth."""
     rows = []
     for name, series in sorted(record.metrics.items()):
         values = [value for _, value in series]
@@ -304,8 +305,7 @@ _ROUNDS_FOOT = (
 
 
 def rounds_page(record: RunRecord) -> Page:
-    """Make the page of rounds, out of `rounds.jsonl`, `run.json` and the evaluations of the start and of the last
-    model."""
+    """Make the page of rounds, from `rounds.jsonl`, `run.json` and the evaluations of the start and the last model."""
     run = record.summary
     lines = record.rounds
     settings = {"method": run.get("method"), "seconds": run.get("seconds") or {}, **_said(run.get("recipe"))}
@@ -328,14 +328,14 @@ def rounds_page(record: RunRecord) -> Page:
 
 
 def _said(value: Any) -> dict[str, Any]:
-    """A section of the recipe without what it leaves open; empty where there is none."""
+    """Return a section of the recipe without its None values; empty if there is none."""
     if isinstance(value, Mapping):
         return {name: inner for name, inner in value.items() if inner is not None}
     return {}
 
 
 def _rounds_cards(record: RunRecord) -> list[Card]:
-    """Accuracy from the evaluations of a finished run, of another from the lines that are there."""
+    """Make cards of accuracy, for a finished run from its evaluations, else from the rounds so far."""
     lines = record.rounds
     cards = accuracy_cards(record)
     for line in [] if cards else [line for line in lines if "accuracy" in line]:
@@ -361,7 +361,7 @@ def rounds_table(lines: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str
 
 
 def rounds_figures(lines: Lines) -> list[Figure]:
-    """Accuracy over rounds, accuracy over tokens, shares, lengths, and for pairs the weight w(θ)."""
+    """Draw accuracy over rounds, accuracy over tokens, shares, lengths, and for pairs the weight w(θ)."""
 
     def drawn(title: str, meaning: str, unit: str, *series: Line, over: str = "round", **shape: Any) -> Figure | None:
         return figure(title, meaning, series, unit, x_unit=over, from_zero=True, **shape)

@@ -1,5 +1,4 @@
-"""Record of what a finished (or broken-off) run left in its folder, read so that a missing or damaged piece never stops
-a report.
+"""What a run left in its folder, finished or not. A missing or damaged piece never stops a report.
 
     run.json                  what was run: pipeline, model, template, objective, settings, versions, seed, seconds;
                               of a finished run the names of the files that it has left (``gone_from``)
@@ -10,7 +9,7 @@ a report.
     token_weights.jsonl       a line each n-th optimizer step: `grpo_lab.diagnostics.token_weights`
     pipeline.json             the stages of a pipeline, each with a folder of its name
 
-Whatever could not be read is named in `notices`. Whether the run works: ``grpo_lab.diagnostics`` on ``metrics.jsonl``.
+Whatever could not be read is named in `notices`. ``grpo_lab.diagnostics`` judges from ``metrics.jsonl`` if a run works.
 """
 
 from __future__ import annotations
@@ -52,8 +51,9 @@ _NUMBERED_LINES = 5
 
 @dataclass
 class PipelineStage:
-    """A stage as `pipeline.json` says it: how far it is, why it was done, what ended it or is odd about it (``error``),
-    its settings, setting → what it takes ``from`` (``stage.thing``), whose things those are, its facts."""
+    """A stage in `pipeline.json`. ``why``: the reason to run it; ``error``: what ended it, or is odd about it.
+    ``inputs``: setting → what it takes ``from`` (``stage.thing``); ``before``: the stages that it takes from.
+    ``results``: its facts."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
     kind: str
@@ -72,17 +72,17 @@ StagesOf = Callable[[Path], Sequence[PipelineStage]]
 
 
 def as_left(folder: Path) -> Sequence[PipelineStage]:
-    """Return no stages for any folder."""
+    """Return no stages, so that a page shows a pipeline as its last run left it."""
     return ()
 
 
 @dataclass
 class RunRecord:
-    """A run as far as it could be read; the fields are empty or None where nothing was found.
+    """A run as far as it could be read; a field is empty or None if nothing was found for it.
 
-    kinds: what the folder holds, what its page is about first. rounds: the lines of `rounds.jsonl`, their numbers.
-    token_weights: those of `token_weights.jsonl`. stages: of a pipeline, in their order; ``before`` and ``after`` are
-    then its first and last answers to the problems that it was evaluated on most often. name: in a comparison.
+    kinds: what the folder holds; its page is about the first. rounds: the numbers in each line of `rounds.jsonl`.
+    token_weights: the lines of `token_weights.jsonl`. stages: of a pipeline, in their order; ``before`` and ``after``
+    are then its first and last answers to the problems that it was evaluated on most often. name: in a comparison.
     """
 
     folder: Path
@@ -107,13 +107,13 @@ class RunRecord:
         return max((series[-1][0] for series in self.metrics.values()), default=0)
 
     def first_of(self, *names: str) -> Series:
-        """The first of these metrics that was recorded; empty if none was."""
+        """Return the series of the first of these metrics that was recorded; empty if none was."""
         return next((self.metrics[name] for name in names if name in self.metrics), [])
 
 
 def read_run(folder: str | Path, summary: Mapping[str, Any] | None = None) -> RunRecord:
-    """Read all that can be read from ``folder``; ``summary``: what is known of its ``run.json`` already. ValueError: no
-    such folder, or a damaged evaluation is all of it."""
+    """Read all that can be read from ``folder``. ``summary``: the contents of its ``run.json``, if known already.
+    Raises ValueError if there is no such folder, or it holds nothing but a damaged evaluation."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; the output folder of a run is needed")
@@ -152,20 +152,20 @@ def read_run(folder: str | Path, summary: Mapping[str, Any] | None = None) -> Ru
 
 
 def gone_from(folder: Path, summary: Mapping[str, Any]) -> list[str]:
-    """List the files that the run in ``folder`` has ``left`` by its ``run.json`` and that are not there any more."""
+    """List the files that ``run.json`` names in ``left``, as left by the finished run, and that no longer exist."""
     left = summary.get("left")
     names = left if isinstance(left, list) else []
     return [str(name) for name in names if not (folder / str(name)).is_file()]
 
 
 def in_few_words(gone: Sequence[str]) -> str:
-    """The first of the files that are gone, and how many more are."""
+    """Name the first missing file, and say how many more there are."""
     more = f" and {len(gone) - 1} more are" if len(gone) > 1 else " is"
     return f"{gone[0]}{more}"
 
 
 def _kinds_of(record: RunRecord) -> list[str]:
-    """`run.json` says which pipeline wrote last; without it the files that only one of them writes."""
+    """Return what the folder holds, by the last command in `run.json`, else by files that only one command writes."""
     folder = record.folder
     pipeline = record.summary.get("pipeline")
     anything = record.summary or record.metrics or record.before or record.after or record.during or record.notices
@@ -194,7 +194,7 @@ def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
 
 
 def read_stages(record: RunRecord) -> None:
-    """`pipeline.json` into ``record``: its stages, and what `run.json` does not say."""
+    """Read `pipeline.json` into ``record``: its stages, and what `run.json` does not say."""
     summary = _read_summary(record.folder / STAGES, record.notices)
     try:
         listed = TypeAdapter(list[PipelineStage]).validate_python(summary.pop("stages", []))
@@ -212,9 +212,9 @@ def read_stages(record: RunRecord) -> None:
 
 
 def _read_answers(record: RunRecord) -> None:
-    """Read what a pipeline did to the answers to the problems that its models were most often evaluated on: of the
-    model that the others come from, and of the one that comes from them. Where it ends in several (arms), none is its
-    result, and a notice says so."""
+    """Read a pipeline's ``before`` and ``after``, on the problems that most of its models were evaluated on. They are
+    the evaluations of the model that the others come from, and of the one that comes from them. If the pipeline ends in
+    several models (arms), none is its result, and a notice says so."""
     alike: dict[Any, dict[str, EvaluationResult]] = {}
     for stage in record.stages:
         for place in ("evaluation", "evaluation/before", "evaluation/after"):
@@ -246,8 +246,8 @@ def _read_answers(record: RunRecord) -> None:
 
 
 def _model_of(stage: PipelineStage, place: str) -> str:
-    """The stage whose model was evaluated there; of what a stage began with `<stage> before`, of another model its
-    path."""
+    """Name the evaluated model by the stage that made it. What a stage began with is `<stage> before`; another model is
+    named by its path."""
     if place.endswith("before"):
         return f"{stage.name} before"
     if stage.kind != EVALUATE:
@@ -257,7 +257,7 @@ def _model_of(stage: PipelineStage, place: str) -> str:
 
 
 def _come_from(model: str, stages: list[PipelineStage]) -> set[str]:
-    """Names of the models (``_model_of``) that a model is made of, over all stages before its own."""
+    """Return the names (``_model_of``) of all models that a model was made from, through all earlier stages."""
     known = {one.name: one for one in stages}
     found: set[str] = set()
     left = [name for name in [model.removesuffix(" before")] if name in known]
@@ -271,7 +271,7 @@ def _come_from(model: str, stages: list[PipelineStage]) -> set[str]:
 
 
 def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, dict[str, float]]]:
-    """(``key``, the other numbers) of each line, rising; what is left out is named."""
+    """Return (``key``, the other numbers) of each line, sorted by ``key``. Notices name what is left out."""
     rows: dict[int, dict[str, float]] = {}
     damaged: list[str] = []
     not_finite: Counter[str] = Counter()
@@ -305,7 +305,7 @@ def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, d
 
 
 def _read_token_weights(path: Path, notices: list[str]) -> list[dict[str, Any]]:
-    """The lines by which a step's weights can be drawn, of a step the last one; what is left out is named."""
+    """Return the lines from which weights can be drawn, the last one of each step. Notices name what is left out."""
     if not path.is_file():
         return []
     from grpo_lab.diagnostics.token_weights import over_steps  # loads torch
@@ -336,7 +336,7 @@ def _read_evaluation(folder: Path, notices: list[str], name: str = "") -> Evalua
 
 
 def last_verdict(record: RunRecord) -> Diagnosis | None:
-    """Return what the last window of a run says; None where no training was logged."""
+    """Return the diagnosis at a run's last window; None if no training was logged."""
     found = windows(record)
     if found:
         return diagnose(found, facts_of(record))
@@ -360,7 +360,7 @@ def left_out(record: RunRecord) -> str | None:
 
 
 def windows(record: RunRecord) -> list[dict[str, float]]:
-    """The logging windows of training: those with a `loss`, or, where that was NaN, with the learning rate."""
+    """Return the logging windows of training: those with a `loss`, or, where that was NaN, with the learning rate."""
     rows: dict[int, dict[str, float]] = {}
     for name, series in record.metrics.items():
         if not name.startswith("eval_"):
@@ -370,7 +370,7 @@ def windows(record: RunRecord) -> list[dict[str, float]]:
 
 
 def facts_of(record: RunRecord) -> Facts:
-    """Make the facts from the settings in run.json; what they leave open is not known."""
+    """Make the facts for the rules from the settings in run.json; those that are missing are unknown."""
     settings = record.summary.get("settings")
     if not isinstance(settings, dict):
         return Facts()

@@ -20,7 +20,7 @@ Vote = tuple[str | None, bool]
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value of a file can be averaged and drawn: no switch, no NaN, not beyond 1e100."""
+    """Return whether a value from a file can be averaged and drawn: no bool, no NaN, not beyond 1e100."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e100 < value < 1e100
 
 
@@ -62,7 +62,7 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
 
 
 def accuracy_interval(correct: Sequence[bool]) -> Interval | None:
-    """Share of correct problems, one greedy answer each. None where there is nothing to count."""
+    """Compute the share of correct problems, one greedy answer each. None if there are no problems."""
     if not correct:
         return None
     low, high = wilson_interval(sum(correct), len(correct))
@@ -169,7 +169,7 @@ def majority_at_k(votes: Sequence[Vote], k: int) -> float:
 
 
 def ks_up_to(n: int) -> list[int]:
-    """The k that are reported for n samples: powers of two, and n itself."""
+    """Return the k that are reported for n samples: powers of two, and n itself."""
     powers = [2**e for e in range(n.bit_length()) if 2**e <= n]
     if n in powers or n < 1:
         return powers

@@ -1,8 +1,7 @@
-"""Sweep of one evaluation over several conditions: templates, thinking or not, thinking budgets, two models on the same
-rows.
+"""Sweep of one evaluation over conditions: templates, thinking or not, thinking budgets, two models on the same rows.
 
 The first condition is the evaluation's own (`summary.json` in its folder): first template, first mode, widest budget.
-The others lie in folders below, and `sweep.json` lists all.
+The others are in folders below, and `sweep.json` lists all.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ SWEEP, AGAINST = "sweep.json", "against"
 
 @dataclass(frozen=True)
 class Measured:
-    """The result in a condition; ``name``: what tells it from the others (empty: nothing does), ``place``: its folder.
-    The condition is in the result's settings."""
+    """The result in one condition, which is in its settings. ``name``: what tells the condition from the others (empty:
+    nothing does); ``place``: its folder."""
 
     name: str
     place: str
@@ -39,14 +38,14 @@ class Measured:
 
 
 def write_sweep(found: Sequence[Measured], folder: Path) -> None:
-    """The list of results that were written below ``folder``; none of a single one."""
+    """Write the list of the results below ``folder`` to `sweep.json`; a single result has no list."""
     (folder / SWEEP).unlink(missing_ok=True)
     if len(found) > 1:
         write_json(folder / SWEEP, [{"name": one.name, "place": one.place} for one in found])
 
 
 def read_sweep(folder: Path) -> list[Measured]:
-    """Read what `write_sweep` left; empty where there was one condition. ValueError: damaged."""
+    """Read the results that `write_sweep` listed; empty if there was one condition. Raises ValueError if damaged."""
     file = folder / SWEEP
     rows = []
     if file.is_file():
@@ -64,7 +63,7 @@ def read_sweep(folder: Path) -> list[Measured]:
 
 
 def compared(found: Sequence[Measured]) -> Comparison:
-    """Side by side; tests of the first model against the other one, in the order of the conditions."""
+    """Compare the conditions side by side, and test the first model against the other one in each condition."""
     mine = sum(one.model == found[0].model for one in found)
     names = [one.name if mine == len(found) else f"{one.model} {one.name}".strip() for one in found]
     runs = [RunRecord(Path(one.place), after=one.result, name=name) for one, name in zip(found, names, strict=True)]
@@ -73,7 +72,7 @@ def compared(found: Sequence[Measured]) -> Comparison:
 
 
 def sweep_sections(found: Sequence[Measured]) -> list[Section]:
-    """The conditions on a page: accuracy over the budget, results, paired tests."""
+    """Make the sections about the conditions: accuracy over the budget, results, paired tests."""
     if not found:
         return []
     both = compared(found)
@@ -85,7 +84,8 @@ def sweep_sections(found: Sequence[Measured]) -> list[Section]:
 
 
 def budget_figure(found: Sequence[Measured]) -> list[Figure]:
-    """Accuracy over the budget, a line for each model, template and mode; no limit stands at the longest thinking."""
+    """Draw accuracy over the budget, a line for each model, template and mode. Results without a budget are drawn at
+    their longest thinking."""
     lines: dict[str, list[tuple[int, Interval]]] = {}
     for one in found:
         said = one.result.settings

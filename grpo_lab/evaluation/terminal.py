@@ -24,7 +24,7 @@ LONGEST_HEADING = 60
 
 
 class Terminal(Console):
-    """Rich's console for text that is not ours: nothing in it is markup, and every character of it is visible."""
+    """Rich's console for text that is not trusted: no markup is interpreted, and every character is made visible."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **given)
@@ -46,8 +46,8 @@ def terminal_summary(
     left_out: str | None = None,
     console: Terminal | None = None,
 ) -> None:
-    """Print ``after`` (and ``before``), ``health`` of the training and what it ``left_out``, the paths, then `headline`
-    and `lengths`. Plain lines are neither wrapped nor coloured, so they can be searched for."""
+    """Print ``after`` (and ``before``), the diagnosis of the training (``health``), what the guard ``left_out``, the
+    paths, then `headline` and `lengths`. Plain lines are neither wrapped nor coloured, so they can be searched for."""
     console = console or Terminal()
     if len(title) > LONGEST_HEADING:  # as wide as the table is narrow, a heading would be a column of words
         console.print(title, style="bold", soft_wrap=True)
@@ -68,14 +68,14 @@ def terminal_summary(
 
 
 def headline(before: EvaluationResult | None, after: EvaluationResult) -> str:
-    """`held-out accuracy: before 0.314 after 0.726 (n=512)`; n counts the scorable problems of ``after``."""
+    """Return `held-out accuracy: before 0.314 after 0.726 (n=512)`; n counts the scorable problems of ``after``."""
     old, new = (one.accuracy if one else None for one in (before, after))
     said, was = (f"{one.value:.3f}" if one else "nan" for one in (new, old))
     return f"held-out accuracy: {said if before is None else f'before {was} after {said}'} (n={new.n if new else 0})"
 
 
 def lengths(before: EvaluationResult | None, after: EvaluationResult) -> str:
-    """`held-out length: before 5.9 after 27.3 tokens`, means over the greedy completions."""
+    """Return `held-out length: before 5.9 after 27.3 tokens`, means over the greedy completions."""
     new = _written(after.mean_length)
     return f"held-out length: {new if before is None else f'before {_written(before.mean_length)} after {new}'} tokens"
 
@@ -104,8 +104,8 @@ def print_table(
     text: Collection[int] = (0,),
     **look: Any,
 ) -> None:
-    """Print a table that breaks no word: cells wrap between words where it is too wide, and where that is not enough
-    each row stands as a list. ``text``: places of the columns that are no numbers; ``look``: of rich's table."""
+    """Print a table that breaks no word. If it is too wide, cells wrap between words; if that is not enough, each row
+    is printed as a list. ``text``: indices of the columns that are no numbers; ``look``: options of rich's table."""
     texts = [[str(cell) for cell in row] for row in rows]
     columns = list(zip(head, *texts, strict=True))
     whole = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns]
@@ -125,7 +125,7 @@ def print_table(
 
 
 def fits(console: Console, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> bool:
-    """Return whether a table stands on the console with every cell in one line."""
+    """Return whether a table fits on the console with every cell in one line."""
     table = Table(*head, box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*map(str, row))
@@ -137,7 +137,7 @@ def _width(console: Console, table: Table) -> int:
 
 
 def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """``widths`` that together have ``room``: the widest columns give way, none below its ``least``."""
+    """Shrink ``widths`` to a sum of ``room``: the widest columns give way, none below its ``least``."""
     found = list(widths)
     while sum(found) > room:
         widest = max(range(len(found)), key=lambda place: found[place] if found[place] > least[place] else 0)
@@ -146,7 +146,7 @@ def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[in
 
 
 def _print_rows(console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Each row as its first cell and, below, what its others say; lines are not wrapped."""
+    """Print each row as its first cell and, below it, the others with their headings; lines are not wrapped."""
     if title:
         console.print(title, style="italic", soft_wrap=True)
     for first, *cells in rows:
@@ -157,15 +157,15 @@ def _print_rows(console: Console, title: str, head: Sequence[str], rows: Sequenc
 
 
 def describe_sampling(result: EvaluationResult) -> str:
-    """Say how many samples were drawn at which temperature; empty where nothing was sampled."""
+    """Say how many samples were drawn at which temperature; empty if none were."""
     asked = result.settings
     sampled = f"{asked.get('n_samples')} samples a problem at temperature {asked.get('temperature')}"
     return sampled if result.sampled else ""
 
 
 def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) -> list[tuple[str, str, str, str]]:
-    """(what, before, after, change) as text: the table of the terminal and of the report. A change of a share is in
-    percentage points, of a length in tokens; brackets are 95% intervals."""
+    """Return (what, before, after, change) as text, for the tables of the terminal and of the report. A change of a
+    share is in percentage points, of a length in tokens; brackets are 95% intervals."""
     gain = None
     if before is not None:
         gain = paired_gain(before, after)
@@ -204,13 +204,14 @@ _NUMBERS = {
 
 
 def _other_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:
-    """Accuracy by the column that the evaluation names, and of the samples."""
+    """Return accuracy by the column that the evaluation names, and the shares of the samples."""
     by = [(f"{result.settings.get('by')} {group}", one) for group, one in result.accuracy_by.items()]
     return [*by, *_sampled_shares(result)]
 
 
 def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:
-    """pass@1, maj@1 and (a tie being broken at random) maj@2 are left out: they are the sampled accuracy."""
+    """Return the shares of the samples. Left out are pass@1, maj@1 and (a tie being broken at random) maj@2: they equal
+    the sampled accuracy."""
     if not result.sampled:
         return []
     return [
@@ -235,7 +236,7 @@ def _warnings(after: EvaluationResult) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: `3 h 05 min`, `2 min 07 s`, `4.2 s`."""
+    """Format seconds as a person says them: `3 h 05 min`, `2 min 07 s`, `4.2 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -252,7 +253,7 @@ def _limits(interval: Interval | None) -> str:
 
 
 def points(gain: Interval | None) -> str:
-    """A difference of shares in percentage points, with its interval."""
+    """Format a difference of shares in percentage points, with its interval."""
     if gain is None:
         return NOT_RECORDED
     return f"{100 * gain.value:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"

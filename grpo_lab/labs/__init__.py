@@ -1,7 +1,7 @@
 """Labs: what RL does to a model, each an experiment (arms × seeds) with a table and a figure of its own.
 
-``grpo-lab lab NAME`` runs ``LAB`` of ``grpo_lab/labs/NAME.py``, or ``recipes/lab/NAME/lab.yaml`` (a team's: by its
-path), into ``runs/labs/NAME``. A new lab that trains costs that file; another one a file and a line here.
+``grpo-lab lab NAME`` runs ``LAB`` of ``grpo_lab/labs/NAME.py``, or ``recipes/lab/NAME/lab.yaml`` (a team's own file: by
+its path), into ``runs/labs/NAME``. A new lab that trains needs only a lab.yaml; another one a module and a line here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A lab that trains, as data: one recipe from one cold start, its changes ("arms"), and what is shown of them.
 
-Such a lab is a ``lab.yaml`` (`LabFile`); those of ``recipes/lab/*/`` ship and have that folder's name. Seeds change the
-problems, their order and the sampling; the start is shared (seed 0). What a file names as ``module:function`` may stand
-beside it.
+Such a lab is a ``lab.yaml`` (`LabFile`). Those in ``recipes/lab/*/`` come with the package, named after their folder.
+Seeds change the problems, their order and the sampling; the start is shared (seed 0). The module of a
+``module:function`` may lie beside the file that names it.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class LabFile:
     """Contents of a ``lab.yaml``.
 
     Args:
-        about: a line.
+        about: a line about the lab.
         recipe: of ``grpo-lab train``: a path beside the file, or one below ``recipes/``.
-        arms: name → changes of the recipe (keys may be dotted), or ``module:function``, which makes them of the
-            arm's name, the seed and the options (``options.start``: where the start lies).
+        arms: name → changes of the recipe (keys may be dotted), or ``module:function``, which returns them from the
+            arm's name, the seed and the options (``options.start``: the path of the start model).
         columns: of the table: title → a place in the evaluation's ``summary.json`` (``greedy.mean_length_correct``);
-            ``mean.METRIC`` or ``last.METRIC``, a logged one's mean over all steps or the last quarter of them; or
-            ``module:function``, which makes the number of the ``EvaluationResult`` and the log.
+            ``mean.METRIC`` or ``last.METRIC``, a logged metric's mean over all steps or the last quarter of them; or
+            ``module:function``, which computes the number from the ``EvaluationResult`` and the log.
         curves: drawn over generated tokens: title → logged metric; ``evaluation.PLACE``, a number of the held-out
-            evaluations (before, each ``evaluation.every`` steps, after); or ``module:function``, which makes the
-            points (tokens, value) of the log.
-        panels: the arm ``a, b`` is line b of the panel a.
-        settings: changes of every arm, and of the cold start; ``seeded``: settings that are the seed, besides ``seed``.
-        pairs: two arms each, whose first columns are subtracted, seed by seed; ``seeds``: where none are asked for.
-        compared_by: the title, of a share, that says how many seeds a difference needs.
-        start: a model that all begin from; None: the recipe's cold start, made once.
+            evaluations (before, each ``evaluation.every`` steps, after); or ``module:function``, which computes the
+            points (tokens, value) from the log.
+        panels: draw the arm ``a, b`` as line b of the panel a.
+        settings: changes of every arm, and of the cold start; ``seeded``: settings that get the seed, besides ``seed``.
+        pairs: two arms each, whose first columns are subtracted, seed by seed; ``seeds``: the default seeds.
+        compared_by: title of a column, a share, for which the lab says how many seeds a difference needs.
+        start: the model that all arms begin from; None: the recipe's cold start, made once.
         prepare: ``module:function``, called with the options before the first cell.
         threads: of a cell on a CPU, so that cells side by side do not wait for each other; None: PyTorch's choice.
     """
@@ -89,14 +89,14 @@ class LabFile:
 
 @dataclass(frozen=True)
 class Arms:
-    """A lab file, and the folder that it lies in."""
+    """A lab file, and the folder that it is in."""
 
     said: LabFile
     folder: Path
 
     @staticmethod
     def read(name: str) -> Arms:
-        """The lab of that name, or of that path. ValueError: there is none, or something in it cannot be."""
+        """Read the lab of that name or path. Raises ValueError if there is none, or its contents are not allowed."""
         file = Path(name) if name.endswith((".yaml", ".yml")) else shipped_labs().get(name)
         if file is None:
             raise ValueError(f"no lab is called {name!r}{one_of(name, [*LABS, *shipped_labs()])}, or a lab.yaml's path")
@@ -115,11 +115,12 @@ class Arms:
         return next((at for at in (self.folder / name, Path(name)) if at.is_file()), None) or shipped_recipe(name)
 
     def with_changes(self, options: Options, changes: Mapping[str, Any]) -> Recipe:
-        """The lab's recipe with ``changes``, and with those that are asked for in every arm."""
+        """Read the lab's recipe with ``changes``, and with those that ``--set`` asks for in every arm."""
         return read_recipe(self.recipe(options), {**changes, **changes_asked(options)})
 
     def given_start(self, options: Options) -> str:
-        """The model that all begin from; empty: the recipe's cold start. ValueError: no such folder."""
+        """Return the model that all arms begin from; empty: the recipe's cold start. ValueError: the folder is
+        missing."""
         given = str(options.start or self.said.start or "")
         if given == str(self.own_start(options)):
             return ""
@@ -131,7 +132,7 @@ class Arms:
         return options.folder / "cold_start"
 
     def start(self, options: Options) -> str:
-        """The model that all begin from; made where it is the recipe's cold start and not there."""
+        """Return the model that all arms begin from; make the recipe's cold start if it is that and missing."""
         from grpo_lab.pipelines.train import shared_start
 
         if given := self.given_start(options):
@@ -147,8 +148,8 @@ class Arms:
             load_named(self.said.prepare, "prepare")(options)
 
     def settings(self, arm: str, seed: int, options: Options) -> Mapping[str, Any] | None:
-        """Settings that a cell is made from: its recipe, read, without what changes no number. None: the arm is made by
-        a function of what ``prepare`` makes, and that is not there, or not enough: the cell says so."""
+        """Return the settings that a cell's numbers depend on: its recipe, without what changes no number. None if the
+        function that makes the arm lacks what ``prepare`` makes; the cell then reports the error."""
         try:
             changes = self.changes(arm, seed, options)
         except (OSError, ValueError):
@@ -164,12 +165,12 @@ class Arms:
         return {**plain, "name": None, "threads": self.said.threads}
 
     def start_folder(self, options: Options) -> Path:
-        """Folder where the start lies, or will lie."""
+        """Return the folder of the start model, which may still have to be made."""
         return Path(self.given_start(options) or self.own_start(options))
 
     def check(self, arms: Sequence[str], options: Options) -> dict[str, str]:
-        """Check the lab, and return what a dry run says of it. ValueError: what would stop a cell, or a number that no
-        run can have."""
+        """Check the lab, and return what a dry run says of it. Raises ValueError for what would stop a cell, or a
+        column or curve that no run can have."""
         from grpo_lab.pipelines.train import NOTHING_TO_SHARE
 
         given = self.given_start(options)
@@ -208,11 +209,11 @@ class Arms:
         return self.measured(folder)
 
     def read_anew(self, record: Record, folder: Path, options: Options) -> Record:
-        """A record with the columns and curves that the file asks for now."""
+        """Update a record with the columns and curves that the file asks for now, read from the cell's folder."""
         return {**record, **self.measured(folder)}
 
     def measured(self, folder: Path) -> Record:
-        """Columns and curves of the run in ``folder``, from its evaluations and its log."""
+        """Compute columns and curves of the run in ``folder`` from its evaluations and its log."""
         before, after = (
             EvaluationResult.read(place) if (place / "summary.json").is_file() else None
             for place in (folder / "evaluation" / "before", folder / "evaluation" / "after")
@@ -229,7 +230,7 @@ class Arms:
         return {"before": numbers, "after": self.numbers(after, log), "curves": curves}
 
     def changes(self, arm: str, seed: int, options: Options) -> dict[str, Any]:
-        """Changes of the recipe by the arm with this seed, ``--set`` left out."""
+        """Return the arm's changes of the recipe with this seed, without those of ``--set``."""
         of_arm: Any = self.said.arms[arm]
         if isinstance(of_arm, str):
             of_arm = load_named(of_arm, f"arms.{arm}")(arm, seed, options)
@@ -245,7 +246,8 @@ class Arms:
         return [(row[GENERATED], row[name]) for row in log if {GENERATED, name} <= row.keys()]
 
     def numbers(self, result: Any, log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Title → number, NaN where there is nothing to count. ``log``: empty before training. ValueError: no such."""
+        """Compute the columns: title → number, NaN if there is nothing to count. ``log``: empty before training. Raises
+        ValueError for a column that is not there."""
         summary = {}
         if result is not None:
             summary = result.summary()
@@ -264,7 +266,7 @@ class Arms:
         return found
 
     def report(self, found: Found, options: Options) -> str:
-        """The text, and ``table.md``, ``curves.png``."""
+        """Write ``table.md`` and ``curves.png``; return the text to print."""
         name = next(iter(next(iter(found.values()))[0]["after"]))
         panels = over_tokens(found, self.said.curves)
         lines = [table(found), "", at_equal_tokens(panels), ""]
@@ -291,7 +293,7 @@ class Arms:
 
 
 def evaluated(folder: Path, place: str, where: str, log: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """(tokens generated, as last logged; number at ``place``) of each evaluation of a run, in their order."""
+    """Return (tokens generated, as last logged; number at ``place``) for each evaluation of a run, in their order."""
     generated = {row["step"]: row[GENERATED] for row in log if GENERATED in row}
     after = max(generated, default=0)
     step_of = {"before": 0, "after": after} | {file.name: int(file.name[5:]) for file in folder.glob("step_*")}
@@ -304,5 +306,5 @@ def evaluated(folder: Path, place: str, where: str, log: Sequence[Mapping[str, A
 
 
 def shipped_labs() -> dict[str, Path]:
-    """Name → its file, of the labs that train."""
+    """Return the labs that train and come with the package: name → file."""
     return {file.parent.name: file for place in PLACES for file in sorted(place.glob("lab/*/lab.yaml"))}

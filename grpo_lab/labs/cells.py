@@ -1,9 +1,10 @@
 """Cells of a lab: an arm with a seed, the folder in which it works, and its record.
 
 A cell works in ``<lab>/<arm>-<seed>``. `stage.json` there says what it is made from and whether it is done, as that of
-a pipeline's stage does (``pipelines/stage_record.py``); `arm.json`, written last and whole, is what it found. A cell is
-run again only where what it is made from has changed, or what it left is gone; what was there stands beside it as
-``<arm>-<seed>.before-<n>``, and in no table. What a lab shows of its cells is no part of what they are made from.
+a pipeline's stage does (``pipelines/stage_record.py``). `arm.json`, its record, is written last and as a whole. A cell
+is run again only if what it is made from has changed, or files that it left are gone. The old folder is then renamed to
+``<arm>-<seed>.before-<n>``, and is in no table. What a lab shows of its cells does not count as what they are made
+from.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class LabCell:
 
     Args:
         lab: the folder of all cells.
-        settings: as JSON gives them back, places in ``lab`` from there on; None: they are not known yet.
-        digests: what the settings name → what it holds.
+        settings: as JSON returns them, with paths in ``lab`` relative to it; None: they are not known yet.
+        digests: file or folder that the settings name → digest of its contents.
     """
 
     arm: str
@@ -50,8 +51,8 @@ class LabCell:
     def of(
         cls, arm: str, seed: int, lab: Path, settings: Mapping[str, Any] | None, start: Path | None = None
     ) -> LabCell:
-        """``settings``: as the lab says them; ``start``, and files and folders that they name, count by what they
-        hold."""
+        """Make a cell from the lab's ``settings``. ``start``, and files and folders in them, are compared by
+        contents."""
         plain = plain_facts(settings)
         held = digests_of(plain, {} if start is None else {"start": start})
         digests = {_seen_from(lab, name): digest for name, digest in held.items()}
@@ -74,21 +75,21 @@ class LabCell:
         return Path(f"{self.folder}.log")
 
     def due(self) -> str:
-        """Why the cell is to be run; empty: its record is of what is asked for."""
+        """Return the reason why the cell is to be run; empty if its record is up to date."""
         stage = self._stage()
         if self.settings is None:
             return NOT_KNOWN
         return stage.due(self.folder, self.settings, self.digests, stage.results.get("kept", ()))
 
     def begin(self) -> None:
-        """Make the folder ready: as a killed cell left it, or empty, with what was made from something else beside."""
+        """Prepare the folder. A killed cell's files stay; files made from something else are moved aside."""
         if self.settings is not None:
             stage = self._stage()
             stage.begin(self.folder, self.settings, dict(self.digests), stage.results.get("kept", ()))
 
     def finish(self, found: Record, kept: Iterable[str]) -> None:
-        """Write what the cell found, and that it is done. ``kept``: places in its folder that are read later; those
-        that are there now have to be there then."""
+        """Write the cell's record, and that it is done. ``kept``: places in its folder that are read later; those that
+        exist now must still exist then."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole_text(self.file, json.dumps({"arm": self.arm, "seed": self.seed, **found}))
         stage = self._stage()
@@ -98,11 +99,11 @@ class LabCell:
         stage.write(self.folder)
 
     def record(self) -> Record:
-        """Read what the cell found, as it was written."""
+        """Read the cell's record."""
         return read_record(self.file, {"arm": str, "seed": int}, "remove it, and the cell runs again")
 
     def _stage(self) -> StageRecord:
-        """Read the cell's stage as the folder says it; a cell that is done and has lost its record goes on."""
+        """Read the cell's stage from its folder. One that is done but has lost its record counts as running."""
         stage = StageRecord.read(self.folder, self.folder.name, "cell")
         if stage.status == DONE and not self.file.is_file():
             stage.status = RUNNING
@@ -115,14 +116,14 @@ def record_file(folder: Path, arm: str, seed: int) -> Path:
 
 
 def seeds_recorded(folder: Path, arm: str) -> list[int]:
-    """List the arm's seeds that have a record in the lab's folder, of whatever it was made."""
+    """List the seeds for which the arm has a record in the lab's folder, whatever it was made from."""
     start = record_file(folder, arm, 0).parent.name.removesuffix("0")
     seeds = [file.parent.name.removeprefix(start) for file in folder.glob(f"{escape(start)}*/arm.json")]
     return sorted(int(seed) for seed in seeds if re.fullmatch(r"-?\d+", seed))
 
 
 def _seen_from(lab: Path, value: Any) -> Any:
-    """``value`` with places in ``lab`` as they are called from there, so that the folder may be moved."""
+    """Make the paths in ``value`` that lie in ``lab`` relative to it, so that the folder may be moved."""
     if isinstance(value, Mapping):
         return {name: _seen_from(lab, one) for name, one in value.items()}
     if isinstance(value, list):

@@ -12,7 +12,7 @@ from grpo_lab.labs.experiment import Experiment, add_options, run_experiment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``grpo-lab lab``: which one, and those that every experiment has."""
+    """Add the arguments of ``grpo-lab lab``: the lab's name, and the options of every experiment."""
     known = ", ".join(f"`{name}`" for name in sorted([*LABS, *shipped_labs()]))
     parser.add_argument("name", metavar="NAME", help=f"{known} (docs/labs.md), or the path of a lab.yaml")
     add_options(parser, "runs/labs/NAME")
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(known: argparse.Namespace) -> None:
-    """The lab, or what of it has no record yet; its report is printed and stands in the folder."""
+    """Run the lab's cells that have no record yet; print its report and write it into the folder."""
     if known.name in LABS:
         lab: Experiment = import_module(f"grpo_lab.labs.{known.name}").LAB
         given = {"--recipe": known.recipe, "--start": known.start, "--set": lab.in_process and known.set}

@@ -1,8 +1,8 @@
 """An experiment: every arm trained from one start with every seed; a record for each, a table and a figure of all.
 
-An arm with a seed is a cell (``labs/cells.py``). It works in a folder of its own, in a process of its own; one whose
-record is of what is asked for is never repeated, another begins, or goes on from what is there. Cells run seed by seed,
-so that what was broken off still compares. Only cells of what is asked for stand in the table.
+An arm with a seed is a cell (``labs/cells.py``), with a folder and a process of its own. A cell with an up-to-date
+record is never repeated; another begins, or continues from what is there. Cells run seed by seed, so that an
+experiment that is broken off can still be compared. The table has only cells with an up-to-date record.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OF_THE_CALL = (
 
 
 def options_of_cell(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
-    """Settings that a cell is made from where its experiment says no more: all options but those `OF_THE_CALL`."""
+    """Return the settings that a cell is made from by default: all options but those in `OF_THE_CALL`."""
     return {name: value for name, value in vars(options).items() if name not in OF_THE_CALL}
 
 
@@ -52,22 +52,22 @@ class Experiment:
 
     Args:
         arms: their names, in the order of the table.
-        run: a cell's arm, seed and folder, and the options → its record, which gets ``memory_mib`` (most that the
-            process held above what it held before) and ``process_seconds`` besides.
-        report: records and options → the text that is printed; writes its files into ``options.folder``.
+        run: a cell's arm, seed and folder, and the options → its record. ``memory_mib`` (the most that the process held
+            above what it held before) and ``process_seconds`` are added to it.
+        report: records and options → the text to print; writes its files into ``options.folder``.
         prepare: makes what the cells begin from, before the first of them.
-        seeds: of ``grpo-lab lab``, where none are asked for.
-        in_process: cells are short and train nothing: they run one after the other, here.
-        result: of a record, the share that arms are compared by; how many seeds that needs is said before the cells
-            run, and beside the report. None: arms are not compared by one.
-        problems: held-out problems behind it.
+        seeds: the default seeds of ``grpo-lab lab``.
+        in_process: cells are short and train nothing, so they run one after the other in this process.
+        result: a record → the share that arms are compared by. How many seeds that needs is printed before the cells
+            run, and beside the report. None: arms are not compared by a share.
+        problems: options → number of held-out problems behind that share.
         settings: what a cell (arm, seed, options) is made from; None: that is known after ``prepare``.
-        start: the folder of the model that cells begin from, which counts by what it holds.
+        start: options → the folder of the model that cells begin from; it is compared by its contents.
         check: arms and options, before anything is made → facts of a dry run. ValueError: a mistake.
-        kept, read: places in a cell's folder that its numbers are read from anew; a record, its folder and the options
+        kept, read: places in a cell's folder that its numbers are read from again; a record, its folder and the options
             → the record as it is shown.
-        odd: folders of cells that are done → what is odd about what is to be shown of them: said after the first of
-            them, and beside the report.
+        odd: folders of cells that are done → what is odd about their numbers. It is printed after the first of them,
+            and beside the report.
     """
 
     arms: Sequence[str]
@@ -89,12 +89,12 @@ class Experiment:
         return LabCell.of(arm, seed, options.folder, self.settings(arm, seed, options), self.start(options))
 
     def shown(self, cells: Sequence[LabCell], options: Options) -> list[Record]:
-        """The records of those that are done as it is asked for."""
+        """Return the records of the cells that are up to date, as the report shows them."""
         return [self.read(cell.record(), cell.folder, options) for cell in cells if not cell.due()]
 
     def power(self, arms: Sequence[str], options: Options) -> str:
-        """`power_said` of all records in the folder that are of what is asked for, of other seeds than
-        ``options.seeds`` too: they are the pilot."""
+        """Return `power_said` of all up-to-date records in the folder, which serve as the pilot. Seeds besides
+        ``options.seeds`` count too."""
         if self.result is None:
             return ""
         found: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -107,7 +107,7 @@ class Experiment:
 
 
 def parser(doc: str | None, folder: str, seeds: Sequence[int] = (0, 1, 2)) -> argparse.ArgumentParser:
-    """The options that every experiment has."""
+    """Make a parser with the options that every experiment has."""
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(found, folder)
     found.set_defaults(seeds=list(seeds), folder=Path(folder))
@@ -115,7 +115,7 @@ def parser(doc: str | None, folder: str, seeds: Sequence[int] = (0, 1, 2)) -> ar
 
 
 def add_options(found: argparse.ArgumentParser, folder: str) -> None:
-    """The options that every experiment has; seeds and folder are None where they are not given."""
+    """Add the options that every experiment has; seeds and folder are None if they are not given."""
     found.add_argument("--seeds", type=int, nargs="+")
     found.add_argument("--arms", nargs="+", help="only these")
     found.add_argument("--folder", type=Path, help=f"default: {folder}")
@@ -134,14 +134,14 @@ def add_options(found: argparse.ArgumentParser, folder: str) -> None:
 
 
 def changes_asked(options: Options) -> dict[str, Any]:
-    """Read what ``--set`` says, for ``read_recipe``. ValueError: a value that is no YAML."""
+    """Read the changes of ``--set``, for ``read_recipe``. Raises ValueError for a value that is no YAML."""
     return {key: parsed(value, f"`--set {key}` {value!r}") for key, value in options.set}
 
 
 def run_experiment(experiment: Experiment, options: Options) -> None:
-    """Every cell that has no record of what is asked for, then ``records.json`` and the report of those that have one.
-    ValueError: an arm that there is not, or a mistake in what is asked for. SystemExit: cells failed; the others have
-    run, and the report is of them."""
+    """Run the cells without an up-to-date record, then write ``records.json`` and the report of those that have one.
+    Raises ValueError for an unknown arm or a mistake in the settings. Raises SystemExit if cells failed, after the
+    others have run and the report is written."""
     if options.run_one is not None:
         sys.excepthook = print_errors_visibly  # into the cell's log
         _run_cell(experiment, experiment.cell(options.run_one[0], int(options.run_one[1]), options), options)
@@ -177,7 +177,7 @@ def _cells(experiment: Experiment, arms: Sequence[str], options: Options) -> lis
 
 
 def _plan(why: Mapping[str, str]) -> dict[str, str]:
-    """Say which cells would run, by the reason."""
+    """Group the cells by the reason why they would run."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in why.items():
         by_reason.setdefault(_shortened(reason) or "done already", []).append(name)
@@ -185,7 +185,7 @@ def _plan(why: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(experiment: Experiment, cells: Sequence[LabCell], options: Options) -> list[str]:
-    """Run the cells; why those that have no record afterwards have none."""
+    """Run the cells. Return for each that has no record afterwards the reason."""
     if experiment.in_process:
         for cell in cells:
             _run_cell(experiment, cell, options)
@@ -204,7 +204,7 @@ def _run(experiment: Experiment, cells: Sequence[LabCell], options: Options) -> 
 
 
 def _report(experiment: Experiment, arms: Sequence[str], cells: Sequence[LabCell], options: Options) -> None:
-    """Report the cells that are done as it is asked for; others that have a record are named."""
+    """Report the cells with an up-to-date record; print the names of those with an old one."""
     done: Found = {}
     for arm in arms:
         of_arm = [cell for cell in cells if cell.arm == arm]
@@ -220,7 +220,7 @@ def _report(experiment: Experiment, arms: Sequence[str], cells: Sequence[LabCell
 
 
 def _shortened(why: str) -> str:
-    """A reason with its first differences, as one reads it in a line; `stage.json` has all."""
+    """Shorten a reason to its first differences, so that it fits in a line; `stage.json` has all of them."""
     first, *more = why.split("; ")
     return "; ".join([first, *more[:2], *([f"and {len(more) - 2} more"] if len(more) > 2 else [])])
 
@@ -231,8 +231,7 @@ def _print(*said: str) -> None:
 
 
 def records(arms: Sequence[str], options: Options) -> Found:
-    """Read the records of the cells that have one, of whatever they were made; an arm of which none has one has no
-    entry."""
+    """Read the records of the cells that have one, whatever they were made from. An arm without any has no entry."""
     found: Found = {}
     for arm in arms:
         cells = [LabCell.of(arm, seed, options.folder, None) for seed in options.seeds]
@@ -251,14 +250,15 @@ def _run_cell(experiment: Experiment, cell: LabCell, options: Options) -> None:
 
 
 def program() -> list[str]:
-    """Words by which this process was started, without its arguments: a script by its path, a package (``python -m``)
-    by its name, since its ``__main__.py`` run as a script would find the package's own modules in place of others."""
+    """Return the command that started this process, without its arguments. A script is named by its path, a package
+    (``python -m``) by its name: as a script, its ``__main__.py`` would find the package's modules in place of
+    others."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return [sys.executable, *(sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")])]
 
 
 def _in_own_process(cell: LabCell) -> str | None:
-    """Why the cell has no record after this; None if it has. Its log is locked by whoever works on it."""
+    """Run a cell in its own process. Return why it has no record then, None if it has one. The cell's log is locked."""
     print(f"{cell.name} ... ({_shortened(cell.due())}; {cell.log})", flush=True)
     command = [*program(), *sys.argv[1:], "--run-one", cell.arm, str(cell.seed)]
     ends_with_this = partial(die_with_parent, signal.SIGTERM)
@@ -277,7 +277,8 @@ def _in_own_process(cell: LabCell) -> str | None:
 
 
 def peak_memory() -> float:
-    """Most that this process has held until now, MiB (Linux; else NaN). ``ru_maxrss`` counts its parent, too."""
+    """Return the most memory this process has held, in MiB (Linux; else NaN). ``ru_maxrss`` counts its parent's,
+    too."""
     status = Path("/proc/self/status")
     if not status.is_file():
         return math.nan

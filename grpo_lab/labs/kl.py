@@ -1,14 +1,14 @@
 """KL estimators: what each does to value and gradient, against exact enumeration, without sampling noise.
 
 A policy π, its reference and the older policy μ that wrote the completions are tables over 4 tokens (one of which ends
-a completion) and up to 3 places. Everything is an expectation over all 40 completions; the estimates and the gradients
-come from the objects that train (``KLTerm``, ``Objective``, ``reward_to_go``, ``sampler_correction``).
+a completion) and up to 3 positions. Everything is an expectation over all 40 completions; the estimates and the
+gradients come from the objects that train (``KLTerm``, ``Objective``, ``reward_to_go``, ``sampler_correction``).
 
     loss               +β·k per token, differentiated; the weight is the ratio of `ratio_weighted`, not detached
     reward, sum        the reward of a completion is −Σ_t k_t, no gradient through it (REINFORCE, no baseline)
     reward, per token  the advantage of token t is −Σ_{s ≥ t} k_s
-    off-policy         μ wrote; π trains. By token: π/μ of each token; by completion: their product.
-    k at generation    k is of μ, as in a second update on one batch; else of π
+    off-policy         μ samples, π is trained. Weights by token: π/μ of each; by completion: their product.
+    k at generation    k is computed with μ, as in a second update on one batch; else with π
 
 A seed is a world: three tables. Source: arXiv 2510.01555 (placements), 2512.21852 (k1 in the reward, off-policy).
 """
@@ -36,7 +36,7 @@ from grpo_lab.objectives import KLTerm, Objective, Reinforce, Unclipped, log_rat
 
 ESTIMATORS = ("k1", "k2", "k3")
 PLACES = ("loss", "reward, sum", "reward, per token")
-#: standard deviation of what the reference's logits, and the sampler's, differ from the policy's by
+#: standard deviation of the reference's logits, and the sampler's, around the policy's
 TO_REFERENCE, TO_SAMPLER = 0.5, 0.3
 DISTANCES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0)
 NONE = "none"
@@ -46,7 +46,8 @@ COMPLETION = "completion"
 
 @dataclass(frozen=True)
 class Sampling:
-    """Who wrote the completions, how they are weighed, whose k the reward has, and where that makes a difference."""
+    """How completions are sampled (on-policy or by μ) and weighted, whether k in the reward is of μ, the places to
+    measure."""
 
     on_policy: bool = False
     weights: str = NONE
@@ -68,7 +69,7 @@ SAMPLINGS = {
 
 @dataclass(frozen=True)
 class World:
-    """Tables of logits: the policy, its reference, and the policy that wrote (``sampler``)."""
+    """Tables of logits: of the policy, its reference, and the policy that wrote the completions (``sampler``)."""
 
     tree: Tree
     policy: Tensor
@@ -83,7 +84,7 @@ class World:
         return World(tree, policy, *(policy + tree.logits(3 * seed + n, spread) for n, spread in moved))
 
     def gradient(self, next_tokens: bool = False) -> Tensor:
-        """Exact ∇KL(π‖π_ref) by the policy's logits, flat."""
+        """Compute the exact ∇KL(π‖π_ref) by the policy's logits, flattened."""
         logits = self.policy.clone().requires_grad_()
         if next_tokens:
             of = self.tree.divergence_of_next_tokens
@@ -94,8 +95,8 @@ class World:
 
 @dataclass(frozen=True)
 class EstimatorErrors:
-    """Errors of one completion's estimate: bias and standard deviation of the value, in units of the KL; of the
-    gradient, in lengths of the true one, and its bias against the gradient of each next token."""
+    """Errors of the estimate from one completion. Value: bias and standard deviation, in units of the KL. Gradient:
+    both in lengths of the true one, and the bias against the gradient of each next token's KL."""
 
     value_bias: float
     value_std: float
@@ -122,7 +123,7 @@ def measured(world: World, estimator: str, place: str, sampling: Sampling) -> Es
 
 
 def estimates(world: World, estimator: str, place: str, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """The chance of each completion to be written, ``[C]``; what it says of KL(π‖π_ref), nats ``[C]``, and of its
+    """Return each completion's probability ``[C]``, its estimate of KL(π‖π_ref), nats ``[C]``, and its estimate of the
     gradient by the policy's logits, ``[C, D]``."""
     tree = world.tree
     mask = world.tree.mask
@@ -136,14 +137,14 @@ def estimates(world: World, estimator: str, place: str, sampling: Sampling) -> t
 
 
 def _values(estimator: str, sampling: Sampling, logps: Tensor, wrote: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-    """Each completion's estimate of KL(π‖π_ref), nats ``[C]``."""
+    """Estimate KL(π‖π_ref) from each completion, nats ``[C]``."""
     each = KLTerm(1.0, estimator, "reward").of_tokens(wrote if sampling.at_generation else logps, ref, mask)
     weights = _weights(sampling, logps, wrote, mask)
     return (each if weights is None else each * weights).sum(1)
 
 
 def _weights(sampling: Sampling, logps: Tensor, wrote: Tensor, mask: Tensor) -> Tensor | None:
-    """π/μ, ``[C, T]`` by token or ``[C, 1]`` by completion, not cut off; None where nothing is weighed."""
+    """Return π/μ, ``[C, T]`` by token or ``[C, 1]`` by completion, not truncated; None without weights."""
     modes = {TOKEN: "token_truncate", COMPLETION: "sequence_truncate"}
     mode = modes.get(sampling.weights)
     if mode is None:
@@ -154,8 +155,8 @@ def _weights(sampling: Sampling, logps: Tensor, wrote: Tensor, mask: Tensor) -> 
 def _pushes(
     estimator: str, place: str, sampling: Sampling, logps: Tensor, wrote: Tensor, ref: Tensor, mask: Tensor
 ) -> Tensor:
-    """Factors by which each ∇log π(y_t) of a sampled completion is multiplied, downhill, ``[C, T]``; so that a right
-    estimator's expectation is ∇KL."""
+    """Return the factors ``[C, T]`` of each ∇log π(y_t) in the estimated gradient of the loss. If the estimator is
+    right, its expectation is ∇KL."""
     if place == "loss":
         term = KLTerm(1.0, estimator, ratio_weighted=sampling.weights != NONE)
         level = "product" if sampling.weights == COMPLETION else "token"
@@ -177,7 +178,7 @@ def _pushes(
 
 
 def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
-    """A sampling in a world: ``rows`` of estimator, place and the fields of ``EstimatorErrors``."""
+    """Measure a sampling in a world: ``rows`` of estimator, place and the fields of ``EstimatorErrors``."""
     sampling = SAMPLINGS[arm]
     with one_thread():
         rows = [
@@ -196,7 +197,7 @@ FIGURE = {
 
 
 def curves(seed: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Panel → line → points over the distance to the reference, on-policy."""
+    """Compute the figure's curves, on-policy: panel → line → points over the distance to the reference."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {panel: {} for panel in FIGURE}
     for distance in DISTANCES:
         world = World.of(seed, distance)
@@ -224,7 +225,7 @@ HEADS = ("sampling", "estimator", "place", "value bias", "value std", "gradient 
 
 
 def rows_of(found: Found) -> Iterator[list[str]]:
-    """The table: a line for each sampling, estimator and place, means over worlds."""
+    """Yield the rows of the table: one for each sampling, estimator and place, means over worlds."""
     for arm, records in found.items():
         for lines in zip(*(record["rows"] for record in records), strict=True):
             numbers = [fmean(values) for values in zip(*(line[2:] for line in lines), strict=True)]
@@ -238,7 +239,7 @@ def written(number: float) -> str:
 
 
 def report(found: Found, options: Options) -> str:
-    """``kl.md`` and ``kl.png``."""
+    """Write ``kl.md`` and ``kl.png``; return the text to print."""
     text = markdown(HEADS, [*rows_of(found)])
     write_whole_text(options.folder / "kl.md", f"{text}\n")
     drawn = [record["curves"] for record in found.get("on-policy", [])]
@@ -250,7 +251,7 @@ def report(found: Found, options: Options) -> str:
 
 
 def settings(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
-    """Settings that the numbers of a sampling in a world follow from."""
+    """Return the settings that determine the numbers of a sampling in a world."""
     spreads = {"to_reference": TO_REFERENCE, "to_sampler": TO_SAMPLER, "distances": DISTANCES}
     return {"sampling": asdict(SAMPLINGS[arm]), "estimators": ESTIMATORS, **spreads}
 

@@ -1,9 +1,9 @@
-"""A policy paid by a proxy alone leaves its start; what the proxy says rises, the truth need not: Gao's law, by judge.
+"""Over-optimisation: a policy that only a proxy rewards gains on the proxy, but not always in truth (Gao's law).
 
-An arm is who taught the preference model, by comparisons of the start's own answers (`grpo_lab.rewards.comparisons`):
-the truth, people, or somebody with a liking for length. Two have no model: ``form`` is paid for writing a calculation
-down, right or not, ``truth`` for what is right. A cell is recipes/lab/overoptimisation/pipeline.yaml behind its first
-stage, which all cells share.
+An arm is the judge whose comparisons of the start's own answers taught the preference model
+(`grpo_lab.rewards.comparisons`): the truth, people, or somebody with a liking for length. Two have no such model:
+``form`` is rewarded for writing a calculation down, right or not, ``truth`` for right answers. A cell runs
+recipes/lab/overoptimisation/pipeline.yaml without its first stage, which all cells share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAST = 10
 
 
 def stages_of(options: Options) -> list[dict[str, Any]]:
-    """The pipeline's; those after the first take its model from ``start/`` in the lab's folder."""
+    """Return the pipeline's stages; those after the first take its model from ``start/`` in the lab's folder."""
     recipe = read_yaml(shipped_recipe("lab/overoptimisation/pipeline.yaml"), changes_asked(options))
     place = str(options.folder / "start/start/model")
     for one in recipe["stages"][1:]:
@@ -45,13 +45,14 @@ def stages_of(options: Options) -> list[dict[str, Any]]:
 
 
 def prepare(options: Options) -> None:
-    """The start that all cells share."""
+    """Make the start model that all cells share."""
     start = {"name": "start", "output_dir": str(options.folder / "start"), "stages": stages_of(options)[:1]}
     run_pipeline(pipeline_from(start))
 
 
 def stages_of_cell(arm: str, seed: int, options: Options) -> list[dict[str, Any]]:
-    """The start's samples, comparisons of them, the proxy, the policy; those of them that the arm has."""
+    """Return the cell's stages: samples of the start, their comparisons, the proxy, the policy. Arms without a proxy
+    have only the first and the last."""
     stages = {one["name"]: one for one in stages_of(options)[1:]}
     for name in ("samples", "proxy", "policy"):
         stages[name]["seed"] = seed
@@ -68,12 +69,12 @@ def stages_of_cell(arm: str, seed: int, options: Options) -> list[dict[str, Any]
 
 
 def settings(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
-    """Settings that a cell is made from: its stages, and the one that made the start."""
+    """Return the settings that a cell is made from: its stages, and the stage that makes the start."""
     return {"start": stages_of(options)[0], "stages": stages_of_cell(arm, seed, options)}
 
 
 def check(arms: Sequence[str], options: Options) -> dict[str, str]:
-    """ValueError: a stage that cannot be."""
+    """Check the stages of these arms; return the facts of a dry run. Raises ValueError for an invalid stage."""
     for arm in arms:
         stages = [stages_of(options)[0], *stages_of_cell(arm, 0, options)]
         entries_of(pipeline_from({"name": arm, "output_dir": str(options.folder), "stages": stages}))
@@ -81,7 +82,7 @@ def check(arms: Sequence[str], options: Options) -> dict[str, str]:
 
 
 def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
-    """The stages of a cell, as a pipeline."""
+    """Run the stages of a cell as a pipeline; return its record."""
     stages = stages_of_cell(arm, seed, options)
     whole = {"name": f"{arm}-{seed}", "output_dir": str(folder), "stages": stages}
     facts = run_pipeline(pipeline_from(whole))
@@ -90,8 +91,9 @@ def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
 
 
 def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: str) -> Record:
-    """``after``, and ``curves`` over √KL, a point a step; an estimate of the KL below 0, as at the start, is 0.
-    Without Gao's law where nothing has left the start. ValueError: too few steps for it."""
+    """Make the record: numbers ``after``, and ``curves`` over √KL with one point a step. An estimate of the KL below 0,
+    as at the start, counts as 0. Gao's law is fitted unless nothing has left the start. Raises ValueError if there are
+    too few steps for it."""
     distances = [math.sqrt(max(row[KL], 0.0)) for row in log]
     start = facts["samples"]["right_share"]
     logged = {"truth": TRUTH, "proxy": paid, "tokens": "completions/mean_length"}
@@ -124,7 +126,7 @@ def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: s
 
 
 def report(found: Found, options: Options) -> str:
-    """``table.md`` and ``curves.png``."""
+    """Write ``table.md`` and ``curves.png``; return the text to print."""
     text = table(found)
     place = options.folder / "table.md"
     write_whole_text(place, f"{text}\n")

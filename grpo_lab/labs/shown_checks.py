@@ -1,4 +1,4 @@
-"""Checks of what a lab's table and figure are to show, as far as mistakes can be known before anything is made."""
+"""Checks of a lab's columns and curves, for mistakes that can be known before anything is made."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ OF_LOG = ("mean", "last")
 def check_shown(
     columns: Mapping[str, str], curves: Mapping[str, str], jobs: Mapping[str, Job], known_later: bool = False
 ) -> None:
-    """ValueError for a column or a curve that no run can have. ``jobs``: arm → what it trains; ``known_later``: there
-    are further arms. Where a team's code may log, a metric is looked for in the runs (`not_logged`)."""
+    """Raise ValueError for a column or a curve that no run can have. ``jobs``: arm → what it trains; ``known_later``:
+    there are further arms. If a team's code may log metrics, they are checked in the runs instead (`not_logged`)."""
     logged = None
     if not known_later:
         logged = _logged_by(jobs.values())
@@ -47,7 +47,7 @@ def check_shown(
 
 
 def not_logged(columns: Mapping[str, str], curves: Mapping[str, str], folders: Iterable[Path]) -> list[str]:
-    """A sentence for each column and curve of a metric that no run in ``folders`` has logged: it stays empty."""
+    """Return a sentence for each column and curve that stays empty, as no run in ``folders`` has logged its metric."""
     logs = [folder / "metrics.jsonl" for folder in folders]
     known = {name for log in logs if log.is_file() for _, row in read_json_lines(log) for name in row}
     wanted = {f"columns.{title}": name for title, name in columns.items() if name.partition(".")[0] in OF_LOG}
@@ -65,7 +65,8 @@ def not_logged(columns: Mapping[str, str], curves: Mapping[str, str], folders: I
 
 
 def _check_place(name: str, where: str, jobs: Mapping[str, Job]) -> None:
-    """A place in every arm's `summary.json`; groups of problems are known when they are evaluated."""
+    """Raise ValueError if an arm's `summary.json` will lack the place. Groups of problems are known later:
+    unchecked."""
     for arm, job in jobs.items():
         if job.evaluation is None:
             raise ValueError(f"`{where}` is {name!r}, and the recipe of arm {arm!r} has no `evaluation`")
@@ -74,7 +75,7 @@ def _check_place(name: str, where: str, jobs: Mapping[str, Job]) -> None:
 
 
 def _logged_by(jobs: Iterable[Job]) -> list[str] | None:
-    """Every name that these trainings may log; None where that is a team's to say."""
+    """Return every name that these trainings may log; None if a team's code decides that."""
     names = dict[str, None]()
     for job in jobs:
         rewards = job.trainer.declared_rewards([*job.rewards])
@@ -88,8 +89,8 @@ def _logged_by(jobs: Iterable[Job]) -> list[str] | None:
 
 
 def _check_metric(metric: str, where: str, jobs: Mapping[str, Job], logged: Collection[str] | None) -> None:
-    """Refuse a metric that is not logged. Logged are ``rewards/NAME/mean`` of a reward that an arm has (an environment
-    brings its own), or any other of ``logged``, where that is known."""
+    """Raise ValueError for a metric that is not logged. Logged are ``rewards/NAME/mean`` of an arm's rewards (not
+    checked with an environment, which brings its own) and the names in ``logged`` (None: unknown)."""
     found = re.fullmatch(r"rewards/.+/(mean|std)", metric)
     if found and jobs and not any(job.arguments.get("environment_factory") for job in jobs.values()):
         rewards = [one for job in jobs.values() for one in job.trainer.declared_rewards([*job.rewards])]
@@ -102,7 +103,7 @@ def _check_metric(metric: str, where: str, jobs: Mapping[str, Job], logged: Coll
 
 
 def _made_up(section: EvaluationSection) -> EvaluationResult:
-    """An evaluation of two problems, one answered right, with all that the section asks for."""
+    """Make up an evaluation of two problems, one answered right, with all that the section asks for."""
     count = section.n_samples
     tries: list[Any] = [("greedy", 0), *(("sampled", sample) for sample in range(count))]
     outcomes = [

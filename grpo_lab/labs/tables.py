@@ -22,7 +22,7 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean ± 95% interval over seeds (Student's t) and the single values; a seed without a number is left out."""
+    """Format the mean ± 95% interval over seeds (Student's t) and the single values; NaN is left out."""
     values = [value for value in values if not math.isnan(value)]
     if any(abs(value) >= 1000 for value in values):
         form = ",.0f"
@@ -35,8 +35,8 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(found: Found) -> str:
-    """Make a table of records with numbers ``after``, and maybe ``before``: the start, then an arm a line, each as
-    `spread`."""
+    """Make a table of the numbers ``after``, one row an arm, each as `spread`. If the records have numbers ``before``,
+    the start is the first row."""
     first = next(iter(found.values()))[0]
     names = list(first["after"])
     rows = [
@@ -49,14 +49,14 @@ def table(found: Found) -> str:
 
 
 def until(curve: Sequence[tuple[float, float]], tokens: float) -> float:
-    """Return what was there when ``tokens`` had been generated: the value of the last point with no more; NaN if there
-    is none. ``curve``: (tokens, value), in their order."""
+    """Return the curve's value when ``tokens`` had been generated: that of the last point with no more; NaN if there is
+    none. ``curve``: (tokens, value), in their order."""
     return next((value for at, value in reversed(curve) if at <= tokens), math.nan)
 
 
 def at_equal_tokens(panels: Mapping[str, Lines]) -> str:
-    """A table of each arm's values, as `spread`, where the run that generated least of all had generated all; empty
-    where there are no curves. ``panels``: title → arm → curves of (tokens, value), one a seed."""
+    """Make a table of each arm's values, as `spread`, after as many tokens as the shortest run generated in all. Empty
+    if there are no curves. ``panels``: title → arm → curves of (tokens, value), one a seed."""
     runs = [curve for lines in panels.values() for curves in lines.values() for curve in curves if curve]
     if not runs:
         return ""
@@ -70,8 +70,8 @@ def at_equal_tokens(panels: Mapping[str, Lines]) -> str:
 
 
 def over_tokens(found: Found, curves: Mapping[str, str]) -> dict[str, Lines]:
-    """Title → arm → running means over a tenth of a run's rows, over the tokens that had been generated, one a seed.
-    ``curves``: title → name in the record's ``curves``, pairs of tokens and value."""
+    """Smooth the curves over generated tokens: title → arm → running means over a tenth of a run's rows, one curve a
+    seed. ``curves``: title → name in the record's ``curves``, pairs of tokens and value."""
     panels: dict[str, Lines] = {}
     for title, name in curves.items():
         logged = {arm: [run["curves"][name] for run in runs if run["curves"][name]] for arm, runs in found.items()}
@@ -86,8 +86,9 @@ def _smooth(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False, target: float | None = None) -> None:
-    """A panel a title, two in a row: thin lines the seeds, thick their mean, place by place as far as all seeds go.
-    ``over``: what x is; ``stairs``: a value holds until the next one; ``target``: to be reached, dashed."""
+    """Draw a panel for each title, two in a row. Thin lines are seeds; a thick one is their mean, point by point, as
+    far as all seeds go. ``over``: label of the x axis; ``stairs``: a value holds until the next one; ``target``: a
+    dashed level to be reached."""
     try:
         import matplotlib
     except ModuleNotFoundError:

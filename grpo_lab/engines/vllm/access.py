@@ -1,23 +1,23 @@
-"""Access to a server, who may ask it what: one ASGI middleware before everything that vLLM serves, also what a later
-release adds.
+"""Access control of a server: one ASGI middleware in front of everything that vLLM serves, in later releases too.
 
-Named on the server's command line as `--middleware grpo_lab.engines.vllm.access.Guard`, so vLLM puts it around all its
-own. A request passes that
+The server's command line names it, `--middleware grpo_lab.engines.vllm.access.Guard`, and vLLM puts it around all its
+routes. A request passes if it
 
     names this server (`Host`: no other name may be made to point here, "DNS rebinding") and comes from no web page
     carries the token (compared in constant time; no route is open without it, and all are refused alike)
-    asks for a route in `ROUTES`, by its method; all others are closed
-    has a body of JSON, of at most `max_bytes`; those in `BODIES` hold what is declared there and nothing else
+    asks for a route in `ROUTES` by its method; all others are closed
+    has a JSON body of at most `max_bytes`, for a route in `BODIES` with the declared fields and no others
 
 vLLM's own `--api-key` leaves `/collective_rpc`, `/update_weights` and most other routes open; its `/collective_rpc`
 calls any method of a worker by name, and other backends of its weight transfer take pickles.
 
-Before any token is asked for, `Reader` reads. uvicorn's own choice, httptools, takes a header of any length; vLLM's
-limit (4 MiB) is in force with h11 only. And uvicorn waits for ever for the head of a request; enough such connections
-take every descriptor. Here a head has `HEAD_WITHIN` seconds, and beyond `most_waiting()` the oldest goes.
+`Reader` parses a request before its token is checked. uvicorn's default parser, httptools, takes a header of any
+length; vLLM's limit (4 MiB) holds with h11 only. And uvicorn waits forever for the head of a request, so that enough
+such connections use up all descriptors. Here a head must arrive within `HEAD_WITHIN` seconds, and beyond
+`most_waiting()` connections the oldest is closed.
 
-Imported in the server's process alone: uvicorn chooses its reader after vLLM has imported this module. Nothing here
-knows vLLM or the trainer, and torch is asked only what an adapter's file holds.
+Import this in the server's process alone: it replaces the parser, which uvicorn chooses after vLLM has imported this
+module. Nothing here imports vLLM or the trainer; torch only reads an adapter's file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_BYTES = 256 * 1024**2
 BODY_PAUSE = 60.0
 #: seconds for the head of a request
 HEAD_WITHIN = 10.0
-#: more than connect in one turn of the event loop (uvicorn's backlog), so that a burst drops none of its own
+#: more than can connect in one turn of the event loop (uvicorn's backlog): a burst drops none of its own connections
 MOST_WAITING = 4096
 
 #: what a trainer, TRL's client and the person who runs the server use; everything else is closed
@@ -66,10 +66,10 @@ ROUTES: dict[str, str] = {
 }
 
 Text = Annotated[str, Field(max_length=4096)]
-#: no whole numbers: weights would be cut to them
+#: name of a floating-point dtype; integers would round the weights
 FloatingPoint = Annotated[str, Field(pattern=r"^b?float[0-9a-z_]{1,20}$")]
 Whole = Annotated[int, Field(ge=0, lt=2**32)]
-#: one that a trainer makes; `trusted_folder` looks at it once more in the worker
+#: a folder that a trainer makes; `trusted_folder` checks it again in the worker
 Folder = Annotated[str, Field(pattern=r"^/dev/shm/grpo-lab-weights-[A-Za-z0-9_]{1,64}$")]
 
 
@@ -79,7 +79,7 @@ VersionName = Annotated[str, Field(pattern=r"^grpo-lab-[0-9a-f]{32}-v[0-9]{1,9}$
 
 
 class EmptyBody(BaseModel):
-    """A body (or the arguments of a call) without fields; those with fields inherit that no other may come along."""
+    """A request's body (or the arguments of a call) without fields. Subclasses declare fields; others are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -124,7 +124,7 @@ class RemoteCall(EmptyBody):
 
 
 class Rendezvous(EmptyBody):
-    """The address where the trainer waits with NCCL."""
+    """The address at which the trainer waits for the server to join NCCL."""
 
     master_address: Text
     master_port: Whole
@@ -134,7 +134,7 @@ class Rendezvous(EmptyBody):
 
 
 class NcclTensors(EmptyBody):
-    """Names, types and shapes of the tensors that come over NCCL."""
+    """Names, dtypes and shapes of the tensors that are sent over NCCL."""
 
     names: list[Text]
     dtype_names: list[FloatingPoint]
@@ -166,7 +166,7 @@ class LoadAdapter(Unload):  # never in place: cached prompts would stay
 
 
 def refuse_unfit(file: Path) -> None:
-    """Refuse (ValueError) a file of tensors that holds what no engine should: vLLM loads it as it is."""
+    """Raise ValueError if a file holds a tensor that no engine should load (`sync.fit`); vLLM does not check that."""
     from grpo_lab.engines.vllm.worker import tensors_of  # with torch, which this process has by then
     from grpo_lab.engines.weights.sync import WeightSyncError, fit
 
@@ -189,8 +189,8 @@ BODIES: dict[str, type[EmptyBody]] = {
 
 
 class Guard:
-    """ASGI middleware around `app`. Without arguments (as vLLM makes it) they are taken from the environment. `hosts`:
-    names of this server beside the machine's own, without a port. ValueError without a token."""
+    """ASGI middleware around `app`. Arguments that are left out, as by vLLM, are read from the environment. `hosts`:
+    names of this server beside the machine's own, without a port. Raises ValueError without a token."""
 
     def __init__(
         self, app: ASGIApp, token: str | None = None, hosts: Iterable[str] | None = None, max_bytes: int | None = None
@@ -238,7 +238,8 @@ class Guard:
         await self.app(scope, receive_checked, send_to_no_other_origin)
 
     def _check(self, headers: Headers, scope: Scope) -> None:
-        """Host, no web page, token: in this order, and alike on every path. Then the route."""
+        """Check host, no web page and token, in this order and alike on every path; then the route. Raises
+        HTTPException."""
         if host_of(only(headers, "host")) not in self.hosts:
             raise HTTPException(403, "this server is not asked by that name (Host); see `grpo-lab serve --allow-host`")
         for header in ("origin", "sec-fetch-site"):
@@ -257,7 +258,7 @@ class Guard:
             raise HTTPException(405, f"this route takes {method}")
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes:
-        """The whole body, checked; what goes on to vLLM is what was checked."""
+        """Read the whole body and return it checked; vLLM gets nothing else. Raises HTTPException."""
         long = HTTPException(413, f"the body is longer than {self.max_bytes} bytes (--max-request-mib)")
         length = only(headers, "content-length")
         kind = only(headers, "content-type").split(";")[0].strip().lower()
@@ -294,7 +295,8 @@ class Guard:
 
 
 def only(headers: Headers, name: str) -> str:
-    """The header, "" where it is not there; two of them are refused, since two readers may choose another one."""
+    """Return a header's value, "" if it is missing. Two of one name are refused: two readers may choose different
+    ones."""
     found = headers.getlist(name)
     if len(found) > 1:
         raise HTTPException(400, f"two headers {name}")
@@ -302,7 +304,7 @@ def only(headers: Headers, name: str) -> str:
 
 
 def host_of(header: str) -> str:
-    """Return the `Host` without its port, in lower case; "" for one that is none."""
+    """Return the host name of a `Host` header without its port, in lower case; "" if the header is malformed."""
     try:
         url = urlsplit(f"//{header}")
         _ = url.port
@@ -314,7 +316,7 @@ def host_of(header: str) -> str:
 
 
 def most_waiting() -> int:
-    """Half of the descriptors that this process may have, `MOST_WAITING` at most."""
+    """Return how many connections may wait for a head: half of this process's descriptors, `MOST_WAITING` at most."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:
         return MOST_WAITING
@@ -322,7 +324,7 @@ def most_waiting() -> int:
 
 
 class Reader(H11Protocol):
-    """A connection; closed where the head of its request does not come."""
+    """A connection that is closed if the head of its request does not arrive in time."""
 
     #: connections whose head is not here yet, oldest first -> when they are closed
     waiting: ClassVar[dict[Reader, TimerHandle]] = {}

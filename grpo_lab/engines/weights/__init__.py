@@ -1,1 +1,1 @@
-"""The policy's weights into an engine, and the proof that they arrived."""
+"""Sync of the policy's weights into an engine, and the proof that they arrived."""

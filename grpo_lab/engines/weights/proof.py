@@ -57,7 +57,8 @@ class SyncGap:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that differs: ||engine - trainer|| / ||trainer||, and the largest element; infinite for NaN."""
+    """A tensor that differs. relative: ||engine - trainer|| / ||trainer||; largest: of its elements; infinite for
+    NaN."""
 
     name: str
     relative: float
@@ -74,7 +75,7 @@ class Probe:
 
 
 def tolerance_for(*dtypes: torch.dtype, on_gpu: bool = False) -> float:
-    """Tolerance of the coarsest of the dtypes involved (engine's weights, trainer's weights, autocast)."""
+    """Return the tolerance, nats per token, of the coarsest dtype (engine's weights, trainer's weights, autocast)."""
     unknown = [dtype for dtype in dtypes if dtype not in TOLERANCE]
     if unknown or not dtypes:
         raise ValueError(f"no sync tolerance is stated for {unknown or 'no dtype'}; known: {list(TOLERANCE)}")
@@ -82,8 +83,9 @@ def tolerance_for(*dtypes: torch.dtype, on_gpu: bool = False) -> float:
 
 
 def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequence[float]]) -> SyncGap:
-    """Mean absolute difference of two ragged [completion][token] lists of log-probs, in nats per token. Raises
-    EngineFault where one is missing, NaN or infinite (these tokens were drawn), ValueError for other shapes."""
+    """Compute mean and largest absolute difference of two ragged [completion][token] lists of log-probs, in nats per
+    token. Raises EngineFault if one is missing, NaN or infinite (these tokens were drawn), ValueError for other shapes.
+    """
     total = 0.0
     largest = 0.0
     count = 0
@@ -103,11 +105,11 @@ def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequenc
 
 
 def cached_prompt(ids: Sequence[int], page: int, context: int) -> list[int]:
-    """A prompt longer than two pages of the engine's cache (`page` tokens each), made of ``ids`` again and again; as
-    long as the context allows where that is shorter.
+    """Repeat ``ids`` to a prompt longer than two pages of the engine's cache, or as long as the context allows.
 
-    Drawn from at every proof it finds pages that were kept over a sync: an adapter that is replaced under its own name
-    answers log-probs of a prompt right, which are computed anew, and samples behind the pages of the one before.
+    `page`: tokens of a page. Each proof samples from it, to find pages that were kept over a sync. If an adapter was
+    replaced under its own name, the log-probs of a prompt are right, since they are computed anew; but samples continue
+    from pages of the old adapter.
     """
     length = min(2 * page + 1, context - PROBE_TOKENS)
     return (list(ids) * (length // len(ids) + 1))[:length]
@@ -116,10 +118,9 @@ def cached_prompt(ids: Sequence[int], page: int, context: int) -> list[int]:
 def draw_probe(
     llm: Any, prompt_ids: Rows, *, samples: int = 1, max_tokens: int = PROBE_TOKENS, lora_request: Any = None
 ) -> Probe:
-    """Let the engine complete prompts at temperature 1, uncut -> token ids and its own log-probs. The prefix cache is
-    left on: a prompt cached under old weights is one of the things to be found. ``lora_request``: the adapter that it
-    samples with.
-    """
+    """Let the engine complete prompts at temperature 1 from the whole vocabulary; return tokens and its own log-probs.
+    The prefix cache is left on: a prompt cached under old weights is one of the faults to be found. ``lora_request``:
+    the adapter to sample with."""
     from vllm import SamplingParams
 
     more = {}
@@ -134,11 +135,11 @@ def draw_probe(
 
 @torch.no_grad()
 def differing_tensors(engine_model: nn.Module, named_params: NamedTensors) -> list[TensorDifference]:
-    """Tensors in which the engine differs from the trainer by as much as one bit of its dtype, largest first.
+    """Return the tensors in which engine and trainer differ by as much as one bit of the engine's dtype, largest first.
 
     The trainer's tensors are cast to the engine's dtype, fused in the engine's order, and compared exactly; a tied head
     is compared with the embedding. Needs a copy of the trainer's weights while it runs, and on a packed engine one
-    product per layer with the identity. Raises FloatingPointError where the trainer's own hold NaN or infinity.
+    product per layer with the identity. Raises FloatingPointError if the trainer's own hold NaN or infinity.
     """
     trainer = {name: tensor.detach().clone() for name, tensor in named_params}
     fused = fused_parts(engine_model)
@@ -192,12 +193,12 @@ def prove_sync(
     tolerance: float,
     lora_request: Any = None,
 ) -> SyncGap:
-    """Prove the weights of an engine in this process: draw a probe, compare, raise or return the gap to be logged.
+    """Prove that an engine in this process has the trainer's weights: draw a probe, compare, return the gap to log.
 
-    `model`: the trainer's; `named_params`: its full parameters as they were pushed, and those of the base where the
-    adapter (`lora_request`) goes by itself. Raises WeightSyncError (``judge``), EngineFault for NaN, FloatingPointError
-    for NaN in the trainer's own weights. The probe leaves this process's random numbers as they were: a resumed run
-    proves its first syncs again, and goes on with the draws of the run that was not broken off.
+    `model`: the trainer's; `named_params`: its full parameters as they were pushed, or those of the base if the adapter
+    (`lora_request`) is sent by itself. Raises WeightSyncError (``judge``), EngineFault for NaN, FloatingPointError for
+    NaN in the trainer's own weights. The probe leaves this process's random state as it was: a resumed run proves its
+    first syncs again, and still draws what the run would have drawn without a break.
     """
     device = next(model.parameters()).device
     here = [] if device.type == "cpu" else [device]
@@ -215,7 +216,8 @@ def prove_sync(
 
 
 def judge(gap: SyncGap, found: Sequence[TensorDifference], *, tolerance: float, note: str = "") -> None:
-    """Raise WeightSyncError above the tolerance, or where a tensor differs; for an engine behind a server, too."""
+    """Raise WeightSyncError if the gap exceeds the tolerance or a tensor differs. It serves engines behind a server,
+    too."""
     if gap.mean > tolerance or found:
         if gap.mean > tolerance:
             verdict = "does not sample from the trainer's policy"

