@@ -67,8 +67,7 @@ def words_of(text: str) -> list[str]:
 
 
 def masked(words: list[str]) -> list[str]:
-    """Return the words with every number replaced by `MASK`; neighbouring numbers (`3 1/2`, `twenty five`) become one
-    mask."""
+    """Return the words with every number replaced by `MASK`; adjacent ones (`3 1/2`, `twenty five`) become one mask."""
     result: list[str] = []
     for word in words:
         if not (word[0].isdigit() or word in _NUMBER_WORDS):

@@ -130,8 +130,7 @@ def pass_rates(
 
 
 def _key(problem: Problem, rendered: Any) -> str:
-    """Return a digest of all columns of a problem and of the model's input, by which another run recognises the
-    problem."""
+    """Return a digest of a problem's columns and of the model's input, by which another run recognises it."""
     text = json.dumps(dict(problem), sort_keys=True, default=str, ensure_ascii=True)
     if rendered is not None:
         text += json.dumps(rendered, ensure_ascii=True)
@@ -245,8 +244,7 @@ def _holds_ours(line: bytes) -> bool:
 
 @contextmanager
 def _progress_of(total: int, done: int, label: str, shown: bool) -> Iterator[Callable[[int, Sequence[PassRate]], None]]:
-    """Yield `advance(problems, results so far)`, which updates a bar on a terminal or now and then writes a line to a
-    log."""
+    """Yield `advance(problems, results so far)`: it updates a bar on a terminal, or now and then a line in a log."""
     from tqdm import tqdm
 
     seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES

@@ -33,8 +33,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sampled:
-    """A problem with its completions. `scores` and `lengths` have one entry per completion; the score None means
-    unscorable."""
+    """A problem with its completions, each with a score (None: unscorable) and a length."""
 
     prompt: Any
     completions: Sequence[Any]
@@ -65,8 +64,7 @@ class Sampled:
 
 
 def sampled(problems: Sequence[Mapping[str, Any]], rates: Sequence[PassRate], length: Length) -> list[Sampled]:
-    """Combine problems with their `pass_rates` results for the functions here; `length` counts the tokens of a
-    completion."""
+    """Combine problems with their `pass_rates` results; `length` counts the tokens of a completion."""
     rows: list[Sampled] = []
     for problem, rate in zip(problems, rates, strict=True):
         columns = {name: value for name, value in problem.items() if name != "prompt"}
@@ -76,8 +74,7 @@ def sampled(problems: Sequence[Mapping[str, Any]], rates: Sequence[PassRate], le
 
 
 def shortest_correct(rows: Sequence[Sampled]) -> Rows:
-    """Return SFT rows `prompt, completion, length, …columns`, the shortest right completion of each problem that has
-    one."""
+    """Return SFT rows `prompt, completion, length, …columns` of each solved problem's shortest right completion."""
     return [
         {**row.columns, "prompt": row.prompt, "completion": row.completions[best], "length": row.lengths[best]}
         for row in rows
@@ -123,8 +120,8 @@ def preference_pairs(
 
 
 def normalised(text: str) -> Hashable:
-    """Return the words of a text as a key for ``same``, without case, layout and punctuation. A text of symbols only is
-    its own key."""
+    """Return the words of a text, without case, layout and punctuation, as a key for ``same``. A text of symbols only
+    is its own key."""
     return tuple(words_of(text)) or text.strip()
 
 
@@ -136,8 +133,7 @@ def right_answers(
     sound: Callable[[str], bool] | None = None,
     gold: str | None = None,
 ) -> tuple[Rows, dict[str, int]]:
-    """Return SFT rows `prompt, completion, source, …columns` (source ``own`` or ``gold``), problem by problem, and
-    counts.
+    """Return SFT rows `prompt, completion, source, …columns` (``own`` or ``gold``), problem by problem, and counts.
 
     Args:
         per_problem: most own answers per problem, in the order in which their ways were found; None keeps all.

@@ -51,8 +51,7 @@ class RoundSampler(Sampler[int]):
         batch_size: different prompts in a round (TRL: `generation_batch_size // num_generations`).
         repeat_count: how often a round is repeated (TRL: `num_iterations * steps_per_generation`).
         seed: must be the same on every rank.
-    Raises: ValueError if a count is not a positive integer, the seed is not an integer, or a round needs more prompts
-        than there are.
+    Raises: ValueError if a count is not a positive integer, the seed is no integer, or `batch_size` exceeds N.
     """
 
     def __init__(
@@ -107,8 +106,7 @@ class RoundSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; then iterate from the start of the epoch. Raises ValueError if it is another sampler's
-        state."""
+        """Restore a saved state; then iterate from the start of the epoch. Raises ValueError for another sampler's."""
         if state.get("sampler") != type(self).__name__:
             raise ValueError(f"the state is of a {state.get('sampler')}, this is a {type(self).__name__}")
         if dict(state["shape"]) != self._shape():
@@ -220,7 +218,7 @@ class UniformThenHardSampler(RoundSampler):
 
 
 def checked_rates(pass_rates: Sequence[float], rows: int, name: str = "pass_rates") -> torch.Tensor:
-    """Return them as [N] float64. Raises ValueError if one is not in [0, 1] or N is not `rows`."""
+    """Return pass rates as [N] float64. Raises ValueError unless all are in [0, 1] and N is `rows`."""
     if len(pass_rates) != rows:
         raise ValueError(f"{name} needs {rows} pass rates, one a row; got {len(pass_rates)}")
     if wrong := [rate for rate in pass_rates if rate is None or not 0 <= rate <= 1]:
@@ -262,8 +260,7 @@ class PrioritizedSampler(RoundSampler):
         self.trials = torch.zeros_like(self._successes)  # T_i, 0 before the first update
 
     def update(self, index: int, successes: float, trials: float) -> None:
-        """Record that `successes` of `trials` scorable completions of problem `index` were right. Every rank makes the
-        same call."""
+        """Record `successes` among `trials` scorable completions of problem `index`. Every rank makes the same call."""
         if not 0 <= index < self.num_samples:
             raise ValueError(f"index={index} is not a row of the data (0 … {self.num_samples - 1})")
         if not 0 <= successes <= trials:

@@ -92,8 +92,7 @@ _SHOWN_CHARACTERS = 600
 
 
 class Selection:
-    """Rows, their scores, and the filters applied to them. `shown` is the column (str or message list) that the report
-    quotes."""
+    """Rows, their scores, and the filters applied so far. Reports quote the column `shown` (str or message list)."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], *, shown: str = "prompt", title: str = "curation") -> None:
         for index, row in enumerate(rows):
@@ -116,8 +115,7 @@ class Selection:
     def keep(
         self, name: str, mask: Sequence[bool], *, setting: str = "", reasons: Sequence[str | None] | None = None
     ) -> None:
-        """Apply a filter. `mask` covers *all* rows, True keeps one; `setting` (the rule) and `reasons` appear in the
-        report."""
+        """Apply a filter. `mask` covers *all* rows, True keeps one; reports show `setting` (the rule) and `reasons`."""
         why = [None] * len(self._rows) if reasons is None else reasons
         self._check_length(name, mask)
         self._check_length(f"reasons of {name}", why)
@@ -144,8 +142,7 @@ class Selection:
         return [self._scored(index) for index, kept in enumerate(self.mask) if kept]
 
     def scored_rows(self) -> list[dict[str, Any]]:
-        """Return all rows with every score as a column, `kept`, and `dropped_by` (the first filter that refused the
-        row)."""
+        """Return all rows, with every score, `kept`, and `dropped_by` (the first filter that refused it) as columns."""
         by_row = enumerate(self._dropped_by)
         return [{**self._scored(index), "kept": by is None, "dropped_by": by} for index, by in by_row]
 

@@ -80,8 +80,7 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
 
 
 def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return tensor name → file name for both. Raises ValueError if a folder has no safetensors or the tensor names
-    differ."""
+    """Return tensor name → file of both. Raises ValueError if a folder has no safetensors or the names differ."""
     files_a = _tensor_files(Path(a_dir))
     files_b = _tensor_files(Path(b_dir))
     if files_a.keys() != files_b.keys():

@@ -58,8 +58,7 @@ def settings_in_words(training: Mapping[str, Any]) -> str:
 
 
 def count_of(rows: Any, section: DataSection) -> str:
-    """Return the number of rows and their source, in words. For generated rows the recipe gives the number, whatever
-    was generated."""
+    """Return the number of rows and their source, in words. For generated rows it is the number in the recipe."""
     count = None if rows is None else len(rows)
     if section.loader in MADE and isinstance(section.arguments.get("n"), int):
         count = min(section.arguments["n"], section.limit or section.arguments["n"])
@@ -74,8 +73,7 @@ def model_of(path: str) -> str:
 
 
 def show(name: str, facts: Mapping[str, str], console: Terminal | None = None) -> None:
-    """Print the plan of a dry run, one fact per line. Long lines wrap between words and break none, so that a folder
-    can be copied."""
+    """Print the plan of a dry run, a fact per line. Long lines wrap only between words: a folder can be copied."""
     console = console or Terminal()
     console.print(f"{name}: what will happen\n", style="italic", soft_wrap=True)
     room = max(map(len, facts), default=0)

@@ -57,8 +57,8 @@ def earlier_run(
 ) -> dict[str, Any]:
     """Return what ``run.json``, or another ``marker``, records of an earlier run of ``command`` in the recipe's folder.
     Return `{}` for a new folder, with ``overwrite``, or if that run failed before it had written anything. Raises
-    ValueError if the folder holds something else, or a run with other ``settings(recipe)``, which it names; these are
-    what two runs must have in common."""
+    ValueError if the folder holds something else. Also if that run had other ``settings(recipe)``, the settings that
+    two runs must share; the error names them."""
     found = record_of(recipe.output_dir, command, marker)
     failed = not found.get("finished") and is_only_marked(recipe.output_dir)
     if overwrite or not found or failed:
@@ -74,8 +74,7 @@ def refuse_other_settings(
     now: Mapping[str, Any],
     may_differ: Callable[[Difference], bool] = lambda one: False,
 ) -> list[Difference]:
-    """Return the differences between two recipes of plain values. Raises ValueError, naming those that are not
-    ``may_differ``."""
+    """Return how two recipes of plain values differ. Raises ValueError, with the differences that are not allowed."""
     found = differing(then, now)
     if refused := [one for one in found if not may_differ(one)]:
         raise ValueError(
@@ -140,8 +139,7 @@ def _plain(value: Any) -> str:
 
 
 def refuse_other_rows(folder: Path, then: Any, now: Mapping[str, Any]) -> None:
-    """Raise ValueError if the rows are not those that the run began with, by ``rows_fingerprint``; ``then`` None is
-    unknown."""
+    """Raise ValueError if the rows are not those that the run began with, by ``rows_fingerprint`` (None: unknown)."""
     if then is not None and then != now:
         raise ValueError(
             f"the data of the run in {str(folder)!r} has changed since: {then['count']} rows ({then['fingerprint']}) → "

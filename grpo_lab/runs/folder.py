@@ -91,8 +91,7 @@ def _locked(opened: int, file: Path) -> bool:
 
 
 def check_writable(folder: Path, setting: str = "output_dir") -> None:
-    """Check that files can be written to the folder, or where it would be made; leave no trace. Raises ValueError if
-    not."""
+    """Check that files can be written in the folder, or where it would be made. Raises ValueError if not."""
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if there.is_dir():
         why = ""
@@ -178,8 +177,7 @@ def kept(recipe: Any) -> str:
 
 
 def _half_done(folder: Path) -> list[str]:
-    """Return in words the newest checkpoint and the numbers of sampled problems and answers in ``folder`` and its
-    rounds."""
+    """Return in words the newest checkpoint, the sampled problems and the answers in ``folder`` and its rounds."""
     steps = [int(place.name[11:]) for place in folder.glob("checkpoint-*") if place.name[11:].isdigit()]
     found = []
     if steps:

@@ -14,7 +14,7 @@ from grpo_lab.reading import checked_object, json_lines
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]
     """Appends every log of the main process to ``metrics.jsonl``, with its step. ``beside`` returns numbers that are
-    written in front of it, and to no other log."""
+    added to its line, and to no other log."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""What every kind of stage is given (`Workspace`), and what it returns (facts). ``stages/`` has what they do;
+"""What every kind of stage is given (`Workspace`), and what it returns (facts). ``stages/`` has the stages;
 ``pipelines/stage_engine.py`` runs them."""
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Interrupted(Exception):
 
 
 class StoppedByUser(KeyboardInterrupt):
-    """Raised for Ctrl-C in a command that itself says what it kept."""
+    """Raised for Ctrl-C in a command that reports itself what it kept."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -66,8 +66,7 @@ class StoppedByUser(KeyboardInterrupt):
 
 
 class StopRequests:
-    """Listens for stop requests around a command: ``with StopRequests(folder, …) as stop:``. Without ``with`` it hears
-    no signal."""
+    """Listens for stop requests, as ``with StopRequests(folder, …) as stop:``; without ``with`` it hears no signal."""
 
     def __init__(self, folder: Path, max_hours: float | None = None, stop_file: str | None = None) -> None:
         self.folder = folder

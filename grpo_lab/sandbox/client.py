@@ -34,9 +34,9 @@ class Tests:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of one program: tests passed of all. ``end`` is ``limit`` if time or memory ran out, ``unusable`` if the
-    tests cannot be used. It is ``unjudged`` if the process was killed from outside twice, or its batch had no time
-    left."""
+    """Result of one program: ``passed`` tests of ``total``. ``end`` is ``limit`` if time or memory ran out,
+    ``unusable`` if the tests cannot be used. It is ``unjudged`` if the process was killed from outside twice, or its
+    batch had no time left."""
 
     passed: int
     total: int
@@ -53,9 +53,9 @@ class Trial:
 
 
 class CodeJudge:
-    """Runs programs behind all walls that this machine has, or behind the named ones. The first use raises
-    ``ValueError`` if a named wall is not available or the available ones are too weak. It also does if root's programs
-    could reach root's files."""
+    """Runs programs behind isolation layers (``walls.WALLS``): all that this machine has, or the named ones. The first
+    use raises ``ValueError`` if a named layer is missing, if there are too few, or if root runs programs that could
+    reach its files."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class CodeJudge:
 
     @cached_property
     def missing(self) -> dict[str, str]:
-        """Wall → why this machine does not have it; empty if it does. A worker tries every wall, once."""
+        """Isolation layer (wall) → why this machine lacks it; empty if it does not. A worker tries every one, once."""
         return _missing_here(self._wanted is None or "namespaces" in self._wanted)
 
     @property
@@ -114,8 +114,7 @@ class CodeJudge:
         return given
 
     def judge(self, trials: Sequence[tuple[str, Tests]], *, stop_early: bool) -> list[Trial]:
-        """Return one ``Trial`` per (program, tests) pair, in order. ``stop_early`` ends a trial at its first failed
-        test."""
+        """Return one ``Trial`` per (program, tests), in order. ``stop_early`` ends a trial at the first failed test."""
         if not trials:
             return []
         common = {**self._common, "walls": self.walls, "stop_early": stop_early}
@@ -142,8 +141,7 @@ def _is_root() -> bool:
 
 @lru_cache(maxsize=2)
 def _missing_here(view: bool) -> dict[str, str]:
-    """Return ``CodeJudge.missing``, tried by a worker without the judge's limits. ``view``: try ``user`` within
-    ``namespaces``."""
+    """Try the walls for ``CodeJudge.missing`` in a worker of its own; ``view``: see ``judge._missing``."""
     if sys.platform != "linux":
         raise RuntimeError(f"model-written programs are run behind the Linux kernel's walls; this is {sys.platform}")
     limits = Limits(cpu_seconds=60.0, wall_seconds=180.0, memory_bytes=1 << 31)

@@ -49,8 +49,7 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 @dataclass(frozen=True)
 class AtLimit:
-    """Return value of a handler for a job that it ended at one of its own limits: the job's value, and its cost in
-    seconds."""
+    """A handler's answer for a job that it ended at a limit of its own: the job's value, and its cost in seconds."""
 
     value: Any
     seconds: float
@@ -120,8 +119,8 @@ def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: f
                 return  # the trainer is gone
             buffer += chunk
             continue
-        # The kernel ends this process when the job has used up its processor time, wherever in C code it may be; and
-        # by the second timer should the trainer be killed meanwhile, when nobody is left to do it.
+        # By the first timer the kernel ends this process when the job has used up its processor time, even within C
+        # code. The second timer ends it if the trainer is killed meanwhile and nobody is left to do so.
         signal.setitimer(signal.ITIMER_PROF, cpu_s * message["share"])
         signal.setitimer(signal.ITIMER_REAL, self_destruct_s)
         reply, healthy = _answer(handler, message["job"])
@@ -132,8 +131,7 @@ def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: f
 
 
 class ForkServer:
-    """Forks workers on request, reports how they ended, and kills them. ``limits`` are the last three arguments of
-    ``main``."""
+    """Forks workers on request, reports how they ended, kills them. ``limits``: last three arguments of ``main``."""
 
     def __init__(
         self, control: socket.socket, handler: Handler | None, bug: str, limits: tuple[int, float, float]
@@ -143,7 +141,7 @@ class ForkServer:
         self._bug = bug
         self._limits = limits
         self._workers: dict[int, tuple[int, socket.socket]] = {}
-        self._descriptors: deque[int] = deque()  # that came along with requests, in order
+        self._descriptors: deque[int] = deque()  # received with the requests, in order
         self._buffer = bytearray()
         self._pid = os.getpid()
         self._woken, self._wakes = socket.socketpair()
@@ -155,7 +153,7 @@ class ForkServer:
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         try:
             while os.getppid() == trainer:
-                readable, _, _ = select.select([self._control, self._woken], [], [], 0.5)  # looks at its parent, too
+                readable, _, _ = select.select([self._control, self._woken], [], [], 0.5)  # 0.5 s: checks its parent
                 if self._woken in readable:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(1 << 12)
@@ -193,7 +191,7 @@ class ForkServer:
             return
         pid = os.fork()
         if pid == 0:
-            try:  # its own session, no descriptor but its channel, and the end of this process is its end
+            try:  # its own session, no descriptor but its channel; it dies with this process
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
@@ -206,7 +204,7 @@ class ForkServer:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer went away
                     _serve(channel, self._handler, *self._limits)
             finally:
-                os._exit(0)  # nothing of this process's is to be run again there
+                os._exit(0)  # no code of the parent may run in the fork
         self._workers[number] = (pid, channel)
 
     def _kill(self, number: int) -> None:

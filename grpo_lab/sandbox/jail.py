@@ -2,8 +2,9 @@
 
     worker ── watcher ── jailed process (first of its namespaces) ── what it starts
 
-The watcher is a fork of the worker that only waits. It ends when the worker does, and takes the jailed process along.
-It adopts orphaned processes, so it also finds children in sessions of their own.
+A jailed process is isolated by the layers in ``walls``. Its watcher is a fork of the worker that only waits. It ends
+when the worker does, and takes the jailed process along. It adopts orphaned processes, so it also finds children in
+sessions of their own.
 
 A program may leave a hundred thousand files, or folders nested deeper than a path can be long. So its folder is removed
 by descriptors, without recursion, for at most ``_PATIENCE_S``. A later jail removes what is left.
@@ -99,8 +100,7 @@ class Jailed:
 
 
 def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jailed:
-    """Run ``task`` in a jail. ``keep`` maps its descriptors to ours; of 0 to 2 the rest are ``/dev/null``, all others
-    closed."""
+    """Run ``task`` in a jail. Its descriptors are ``keep`` (there → here), and ``/dev/null`` for the rest of 0 to 2."""
     fault, theirs = os.pipe()
     os.set_blocking(fault, False)
     watcher = os.fork()
@@ -111,11 +111,10 @@ def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jail
 
 
 def _last_resort(fault: int, function: Callable[..., int | None], *args: Any) -> NoReturn:
-    """Call ``function`` in a forked child and exit with its result, so that the child never returns into its parent's
-    code."""
+    """Call ``function`` in a forked child and exit with its result, never returning into the parent's code."""
     status = 1
     try:
-        with contextlib.suppress(SystemExit):  # of the program's, where its tests do not expect it
+        with contextlib.suppress(SystemExit):  # from the program, if its tests do not expect it
             status = function(*args) or 0
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -159,7 +158,7 @@ def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     own_user = "user" in cell.walls and "namespaces" not in cell.walls
     _end_descendants(walls.job_user(job) if own_user else None)
-    if status < 0:  # ended by a signal: this process by the same, which no exit status can be made to look like
+    if status < 0:  # it was ended by a signal: end by the same one, as no exit status can say so
         with contextlib.suppress(OSError):  # the handler of SIGKILL cannot be set
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
@@ -173,7 +172,7 @@ def _end_descendants(user: int | None) -> None:
 
     def end_user(user: int) -> None:
         walls.become(user)
-        if os.getuid() == user:  # and not a user that others are, too
+        if os.getuid() == user:  # not a user that other processes share
             os.kill(-1, signal.SIGKILL)
 
     if user is not None and os.fork() == 0:
@@ -233,8 +232,8 @@ def _close_all_but(wanted: set[int]) -> None:
 
 @contextlib.contextmanager
 def empty_folder(up: frozenset[str], deadline: float) -> Iterator[str]:
-    """Yield a new folder and remove it soon after ``deadline`` (monotonic) at the latest. Behind ``namespaces`` yield
-    the one in the view."""
+    """Yield a new folder and remove it soon after ``deadline`` (monotonic). Behind ``namespaces`` yield the jail's own
+    ``/tmp``."""
     if "namespaces" in up:
         yield walls.INSIDE
         return
@@ -242,7 +241,7 @@ def empty_folder(up: frozenset[str], deadline: float) -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix=_PREFIX)
     held = os.open(folder, _FOLDER)
     try:
-        fcntl.flock(held, fcntl.LOCK_SH)  # the kernel lets go of it with this process
+        fcntl.flock(held, fcntl.LOCK_SH)  # the kernel releases it when this process ends
         os.chmod(folder, 0o777 if "user" in up else 0o700)
         yield folder
     finally:

@@ -38,15 +38,14 @@ def _program(kind: str) -> None:
 
 
 def _clock_ran_out(deadline: float) -> bool:
-    if os.getppid() != _parent():  # nobody is left to ask, or to end what runs here: it dies with this process
+    if os.getppid() != _parent():  # the trainer has ended; what runs here dies with this process
         os._exit(1)
     return time.monotonic() >= deadline
 
 
 @cache
 def _parent() -> int:
-    """Return the process that forked this worker, as first asked before its first program runs. It ends with the
-    trainer."""
+    """Return the process that forked this worker, first asked before any program runs. It ends with the trainer."""
     return os.getppid()
 
 
@@ -74,14 +73,14 @@ def _drain(pipe: int, said: bytearray, most: int) -> None:
         while len(said) <= most:
             chunk = os.read(pipe, 1 << 16)
             if not chunk:
-                time.sleep(0.001)  # closed while the process goes on: readable for ever
+                time.sleep(0.001)  # closed by a process that still runs: it stays readable for ever
                 return
             said += chunk
 
 
 def judge(job: dict[str, Any]) -> dict[str, Any] | AtLimit:
-    """Return the ``client.Trial`` of ``{"kind", "program", "tests", …}``, as a dictionary; for kind ``walls``, why each
-    is missing."""
+    """Judge the job ``{"kind", "program", "tests", …}``: return its ``client.Trial`` as a dictionary. For the kind
+    ``walls`` return why each is missing."""
     _parent()
     if job["kind"] == "walls":
         return {name: _missing(name, job["view"]) for name in walls.WALLS}
@@ -105,7 +104,7 @@ def _judged(job: dict[str, Any]) -> dict[str, Any]:
     if "namespaces" not in up:
         kernel.hide_memory()
     deadline = time.monotonic() + job["wall_seconds"]
-    if len(job["program"]) > 1 << 20:  # judged all the same: unusable tests are so for any program
+    if len(job["program"]) > 1 << 20:  # still judged: unusable tests must be found with any program
         job = {**job, "program": "raise SystemExit('too long')"}
     tests = job["tests"]
     text = job["kind"] == "assertions"
@@ -149,7 +148,7 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
             os.close(writes)
             signs, ended = _follow(testing, report, _OUTPUT_BYTES, deadline)
             if not signs.endswith(b"."):
-                select.select([program], [], [], 0.1)  # nobody asks any more, so that it ends by itself, or has ended
+                select.select([program], [], [], 0.1)  # no more requests come, so it ends by itself, or has ended
             program.poll()
             ended = ended and program.ended_by_itself
         finally:
@@ -167,7 +166,7 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
     if not whole:
         _refuse_killed(program, cell, "the program")
         _refuse_killed(testing, for_tests, "its tester")
-        passed = min(passed, total - 1)  # what ends a run between two tests is a failure too
+        passed = min(passed, total - 1)  # an error between two tests is a failure too
     return _verdict("done" if ended else "limit", passed, total)
 
 
@@ -202,13 +201,13 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
 
 
 def _refuse_killed(process: Jailed, cell: Cell, who: str) -> None:
-    """Raise ``KilledFromOutside`` if it was: its end then says nothing of the program. Without walls that prevent it,
-    the program may have killed itself."""
+    """Raise ``KilledFromOutside`` if SIGKILL ended the process: that says nothing of the program. Without
+    ``namespaces`` and ``seccomp`` it may have killed itself, and nothing is raised."""
     if {"namespaces", "seccomp"} & cell.walls and process.killed_from_outside(cell.cpu_seconds):
         peak = 0
         if process.usage is not None:
             peak = peak_bytes(process.usage)
-        unbounded = "seccomp" not in cell.walls  # memory in files of its own is no part of the peak
+        unbounded = "seccomp" not in cell.walls  # memory in anonymous files does not count in the peak
         greedy = unbounded or took_much(peak, cell.memory_bytes)
         raise KilledFromOutside(f"{who} was ended by SIGKILL", greedy)
 

@@ -22,7 +22,7 @@ from grpo_lab.io import own_cores
 from grpo_lab.sandbox.workers import ForkServerProcess, Limits, VerifierError, WorkerProcess
 
 _LOG = logging.getLogger("grpo_lab")
-_MOST_LOST = 8  # workers of one round whose end was nobody's fault
+_MOST_LOST = 8  # workers of one round that may end from outside
 
 
 _Status = Literal["ok", "timeout", "crash", "unjudged"]
@@ -76,7 +76,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.workers: list[WorkerProcess] = []
-        self._servers: list[ForkServerProcess] = []  # one at most; like the workers, what must not outlive the pool
+        self._servers: list[ForkServerProcess] = []  # at most one; like the workers, it must not outlive the pool
         weakref.finalize(self, _close_all, self.workers, self._servers, self._pid)
         self.replaced = 0
 

@@ -50,7 +50,7 @@ class ProgramServer:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.objects: list[Any] = []
-        self.numbers: dict[int, int] = {}  # an object that is asked for twice is one object there, too
+        self.numbers: dict[int, int] = {}  # an object that is sent twice is one object for the tester, too
         self.errors: list[tuple[BaseException, int]] = []
         self.loop: Any = None
         self.module = types.ModuleType("solution")
@@ -118,7 +118,7 @@ class ProgramServer:
     def _load(self, source: str) -> dict[str, Any]:
         sys.modules["solution"] = self.module
         if "class Solution" in source:
-            # as judges of contests have them: the heads that they give ask for `List` and import nothing
+            # as on contest sites: the signatures that they give use `List` without an import
             typing = importlib.import_module("typing")
             missing = [name for name in typing.__all__ if not hasattr(builtins, name)]
             vars(builtins).update({name: getattr(typing, name) for name in missing})
@@ -169,7 +169,7 @@ class ProgramServer:
         packed = {name: self._pack(one) for name, one in named.items()}
         self.channel.send({"back": number, "args": [self._pack(one) for one in args], "named": packed})
         reply = self.channel.receive()
-        while "raised" not in reply and "value" not in reply:  # their function asks this program in turn
+        while "raised" not in reply and "value" not in reply:  # the tester's function calls this program in turn
             self.channel.send(self.answer(reply))
             reply = self.channel.receive()
         if "raised" not in reply:
@@ -195,8 +195,7 @@ def _as_error(said: dict[str, Any]) -> Exception:
 
 
 def run(kind: str, fd: int) -> None:
-    """Entry point in the jail: ``kind`` is ``calls`` (answer a tester) or ``script`` (run the program once, as a
-    script)."""
+    """Entry point in the jail: ``kind`` is ``calls`` (answer a tester) or ``script`` (run it once, as a script)."""
     from _sitebuiltins import Quitter, _Helper
 
     sys.path[:] = [place for place in sys.path if place]

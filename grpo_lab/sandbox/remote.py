@@ -32,8 +32,7 @@ def lacks_a_module(error: BaseException | None) -> bool:
 
 
 class ProgramGone(BaseException):
-    """Raised if the program ended, left by ``sys.exit``, or broke the channel. It is no ``Exception``, so no test
-    catches it."""
+    """Raised if the program ended, left by ``sys.exit``, or broke the channel. No ``Exception``: no test catches it."""
 
 
 class Unsendable(BaseException):
@@ -55,7 +54,7 @@ class Program:
         self._one_at_a_time = threading.RLock()  # tests may ask from threads: each gets the answer to its own question
         self._loaded = False
         self.gone = ""
-        self.refused = False  # a way to say yes was asked for and not given, in the running test
+        self.refused = False  # something unsafe was asked for in the running test, and refused: it fails
         self.names: frozenset[str] = frozenset()
 
     def load(self, source: str) -> None:
@@ -78,8 +77,7 @@ class Program:
 
     def holds(self, number: int) -> Any:
         """Return what an object derived from list, number or text holds; None for any other object. The answer is kept
-        until a call may change it. Asked afresh at every ``==``, the object could be True to one and False to the next.
-        """
+        until a call may change it. Asked afresh at every ``==``, the object could change between two comparisons."""
         if number not in self._held:
             self._held[number] = self.ask(number, "plain")
         return self._held[number]
@@ -142,7 +140,7 @@ class Program:
         kinds = [(str(module), str(name)) for module, name in said["kinds"]]
         args = [unpack(one, refuse_tag) for one in said["args"]]
         if ("builtins", "SystemExit") in kinds and self._loaded:
-            return SystemExit(*args)  # as in one interpreter: a test may expect it; one that does not fails by it
+            return SystemExit(*args)  # as in one interpreter: a test may expect it, else it fails
         if ("builtins", "Exception") not in kinds:
             self.gone = f"the program left by {kinds[:1]}"
             return ProgramGone(self.gone)
@@ -164,7 +162,7 @@ class Program:
     def exception(self, kinds: list[tuple[str, str]]) -> type[Exception]:
         """Return the class of that name: Python's own, or a new one under the nearest of Python's."""
         module, name = kinds[0]
-        if module.partition(".")[0] in sys.stdlib_module_names:  # where the tests could name it, it is loaded
+        if module.partition(".")[0] in sys.stdlib_module_names:  # if the tests can name it, its module is loaded
             own = getattr(sys.modules.get(module), name, None)
             if isinstance(own, type) and issubclass(own, Exception):
                 return own
@@ -177,7 +175,7 @@ class Program:
         try:
             return pack(value, self._send_opaque)
         except TypeError:
-            self.refused = True  # a test that expects this very error of the program would be passed by any
+            self.refused = True  # else any program would pass a test that expects this very error
             raise
 
     def _send_opaque(self, value: Any) -> Any:
@@ -208,7 +206,7 @@ class Program:
         number, about, kind = reference
         if about and ["builtins", "Exception"] in about:
             return self.exception([(str(module), str(name)) for module, name in about])
-        if kind == "coroutine":  # one here for one there: run there when it is awaited here
+        if kind == "coroutine":  # a local coroutine for the program's, which runs there when this one is awaited
 
             async def wait() -> Any:
                 return self.ask(number, "await")

@@ -1,6 +1,6 @@
 """The tester's proxy of an object of the program: every question about it is asked in the program's process.
 
-Towards the tests' data it has no order, and arithmetic with them never gives data. So an object passes nothing by
+Compared with the tests' data it has no order, and arithmetic with them never gives data. So an object passes nothing by
 claiming to be less than everything, or to differ from anything by 0. Objects of the program compare with each other as
 the program says.
 """
@@ -49,10 +49,10 @@ class RemoteObject:
         raise TypeError(why)
 
     def _reckoned(self, what: str, name: str, other: Any) -> Any:
-        """Return what the program says of two of its objects; with the tests' data, an object, never data."""
+        """Do arithmetic in the program's process. With the tests' data the result is an object, never data."""
         theirs = isinstance(other, RemoteObject) and not other._derived and not self._derived
         if not theirs and not self._derived:
-            self._program.holds(self._number)  # said before it sees the data, so that `x - 3` does not teach it to be 3
+            self._program.holds(self._number)  # fixed before it sees the data, so that it cannot become 3 after `x - 3`
         found = self._ask(what, name, other)
         if theirs:
             return found
@@ -93,14 +93,14 @@ class RemoteObject:
         return self._own("anext")
 
     def __contains__(self, value: Any) -> bool:
-        return any(value == one for one in self)  # gone through here: the program does not get to say yes
+        return any(value == one for one in self)  # compared here: the program cannot simply answer True
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RemoteObject):
             return self._number == other._number or self._ask("same", other) is True
         if self._derived:
             return False
-        held = self._program.holds(self._number)  # of a kind of list, text, number: what it holds, compared here
+        held = self._program.holds(self._number)  # the content of a list, text or number subclass is compared here
         return held is not None and not isinstance(held, RemoteObject) and bool(held == other)
 
     def __hash__(self) -> int:

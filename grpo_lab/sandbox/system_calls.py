@@ -155,7 +155,7 @@ def _refuse(error: int) -> bytes:
 
 
 def _where(call: int, code: bytes) -> bytes:
-    """Return instructions that run ``code``, which returns, for this call alone."""
+    """Return instructions that run ``code`` for this call alone; ``code`` itself returns."""
     return _one(_JEQ, call, 0, len(code) // 8) + code
 
 
@@ -170,8 +170,8 @@ def _any_of(ways: Iterable[list[Argument]]) -> bytes:
 
 
 def seccomp_filter(own_pid: int, *, view: bool) -> bytes:
-    """Return the filter's instructions for the process ``own_pid``. ``view``: it sees no files but its own, so it may
-    set modes and times by name."""
+    """Return the filter's instructions for the process ``own_pid``. ``view``: it can only see files of its own jail, so
+    it may set modes and times by name."""
     parts = [_one(_LOAD, _ARCH_AT), _one(_JEQ, ARCHES[platform.machine()], 1, 0), _one(_RETURN, _KILL)]
     parts.append(_one(_LOAD, _NUMBER_AT))
     for calls, ways in _looked_at(own_pid):

@@ -64,7 +64,7 @@ class Run:
             raise _Enough
 
     def tests(self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str]) -> None:
-        """Load the program's text, then run the tests' code. After an error between two tests, no more count."""
+        """Load the program's text, then run the tests' code. An error between two tests ends the run."""
         try:
             self.program.load(source)
             names = Names(self.program, called)
@@ -99,7 +99,7 @@ class Run:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Return whether two values are equal, as JSON has them: a tuple equals a list, and keys are texts."""
+    """Return whether two values are equal in JSON's terms: tuples count as lists, and a dictionary's keys as texts."""
     return bool(value == expected) or _as_json(value) == _as_json(expected)
 
 
@@ -114,8 +114,7 @@ def _as_json(value: Any) -> Any:
 
 
 class Names(dict[str, Any]):
-    """The names that tests can use: their own, Python's, standard library modules (not for a name in ``called``), the
-    program's."""
+    """The tests' own names, Python's, standard library modules (except names in ``called``), then the program's."""
 
     def __init__(self, program: Program, called: frozenset[str]) -> None:
         super().__init__({"__name__": "__main__", "__builtins__": builtins})
@@ -139,7 +138,7 @@ class Names(dict[str, Any]):
 
 
 def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, frozenset[str]]:
-    """Return the tests compiled with every one marked, the number of tests, and the names that they only call."""
+    """Compile the tests with every one marked; return the code, their number, and the names that they only call."""
     try:
         tree = ast.parse(tests)
         if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):

@@ -91,7 +91,7 @@ def put_up(cell: Cell, job: int) -> None:
     walls = cell.walls
     folder = cell.folder
     if "namespaces" in walls:
-        kernel.unshare(kernel.CLONE_NEWNS)  # not before: a new root is one for every process of the namespace
+        kernel.unshare(kernel.CLONE_NEWNS)  # not earlier: a new root applies to every process of the namespace
         _enter_view(cell.folder_bytes)
         folder = INSIDE
     else:
@@ -146,7 +146,7 @@ def _readable() -> list[str]:
 
 
 def _enter_view(folder_bytes: int) -> None:
-    """Make the view this process's whole file system. It needs its own mount namespace and the right to mount."""
+    """Make a restricted view this process's file system. It needs its own mount namespace and the right to mount."""
     new = tempfile.gettempdir()
     wanted = _readable()
     sources = {place: os.open(place, os.O_PATH | os.O_CLOEXEC) for place in wanted if not os.path.islink(place)}
@@ -161,7 +161,7 @@ def _enter_view(folder_bytes: int) -> None:
             os.close(os.open(target, os.O_CREAT | os.O_CLOEXEC, 0o600))
         kernel.mount(f"/proc/self/fd/{source}", target, None, kernel.MS_BIND | kernel.MS_REC)
         os.close(source)
-        # of a device too: what is written into it is no change of the file system
+        # a device, too: writing into it does not change the file system
         kernel.make_read_only(target, below=True)
     for place, end in links.items():
         os.makedirs(os.path.dirname(new + place), exist_ok=True)

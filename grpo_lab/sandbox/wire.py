@@ -184,7 +184,7 @@ def pack_name(value: Any) -> Any:
     if isinstance(owner, type):
         kind = owner.__name__
     if kind and vars(builtins).get(kind) is owner and isinstance(name, str):
-        return {"name": ["builtins", f"{kind}.{name}"]}  # there: `str.format` here would read this process
+        return {"name": ["builtins", f"{kind}.{name}"]}  # called here, `str.format` would read this process
     if module == "_operator":
         module = "operator"
     if module in _NAMED_MODULES and isinstance(name, str) and getattr(sys.modules.get(module), name, None) is value:
@@ -193,8 +193,7 @@ def pack_name(value: Any) -> Any:
 
 
 def unpack(data: Any, opaque: Any) -> Any:
-    """Return the value that was packed; ``opaque(tag, reference)`` returns what a reference means. Raises ``Broken`` if
-    malformed."""
+    """Return the packed value; ``opaque(tag, reference)`` resolves references. Raises ``Broken`` if it is malformed."""
     try:
         return _unpack(data, opaque)
     except Broken:
@@ -269,12 +268,12 @@ def _plain(value: Any) -> Any:
 
 
 def refuse(value: Any) -> Any:
-    """Raise ValueError: the ``opaque`` of ``pack`` where nothing can be referred to."""
+    """Raise ValueError. Passed to ``pack`` as ``opaque`` where only plain data is allowed."""
     raise ValueError(f"a {type(value).__name__} is no plain data")
 
 
 def refuse_tag(tag: str, inside: Any) -> Any:
-    """Raise ``Broken``, the ``opaque`` of ``unpack`` for plain data only; a named tuple becomes a tuple."""
+    """Raise ``Broken``, as the same for ``unpack``; a named tuple becomes a tuple."""
     if tag == "named":
         return tuple(inside[2])
     raise Broken(f"{tag} where only plain data is taken")

@@ -29,7 +29,7 @@ _BOOT = (
 # sympy's orderings, and with them the verdicts, the same in every process.
 _INHERITED = "PATH LANG LC_ALL LD_LIBRARY_PATH PYTHONHOME VIRTUAL_ENV TMPDIR COVERAGE_PROCESS_START"
 _FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-_ANSWER_SECONDS = 10.0  # for a kill: the process asked does nothing else
+_ANSWER_SECONDS = 10.0  # for a kill: the fork server does nothing else
 
 
 class VerifierError(RuntimeError):
@@ -67,8 +67,7 @@ def _how(code: int) -> str:
 
 
 class ForkServerProcess:
-    """The child process that imports the handler, then forks the workers (`fork_server.main`). At first it is still
-    importing."""
+    """The child process (`fork_server.main`) that imports the handler, which takes a while, then forks the workers."""
 
     def __init__(self, handler: str, limits: Limits) -> None:
         self._limits = limits
@@ -98,7 +97,7 @@ class ForkServerProcess:
 
     def ended(self) -> str:
         """Return how the process ended; empty if it was killed from outside, or still runs."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets close a moment before it is over
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets close a moment before it ends
             code = self.process.wait(_ANSWER_SECONDS)
             if -code in FROM_OUTSIDE:
                 return ""
@@ -120,7 +119,7 @@ class ForkServerProcess:
 
     def end(self, at_once: bool = False) -> None:
         """End this process and all workers, and reap it. `at_once`: do not wait for its imports."""
-        with contextlib.suppress(OSError):  # `close` alone says nothing while a fork of the trainer has it too
+        with contextlib.suppress(OSError):  # `close` alone has no effect while a fork of the trainer has it too
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -131,8 +130,7 @@ class ForkServerProcess:
 
 
 class WorkerProcess:
-    """A worker process. `pid` is known once the worker has reported that it is ready; `deadline` is in monotonic
-    seconds."""
+    """A worker process. `pid` is known once it has said that it is ready; `deadline` is in monotonic seconds."""
 
     def __init__(self, server: ForkServerProcess, number: int, channel: socket.socket, limits: Limits) -> None:
         self.server = server
@@ -151,7 +149,7 @@ class WorkerProcess:
     def send(self, payload: Any, share: float) -> bool:
         """Send a job and start its clock, for ``share`` of a job's time limits. Return False if the process ended."""
         if select.select([self], [], [], 0)[0]:
-            return False  # nobody has asked it anything, so this is how it ended
+            return False  # nothing was asked, so this says that it ended
         self.since = time.monotonic()
         self.share = share
         self.deadline = self.since + self._limits.wall_seconds * share
@@ -172,7 +170,7 @@ class WorkerProcess:
         self._buffer += chunk
         try:
             message = take_frame(self._buffer)
-        except ValueError:  # the frame of its end within that of its reply
+        except ValueError:  # the frame about its end came inside that of its reply
             return {"killed": "the process ended within a reply", "greedy": False}
         if message is None:
             if chunk:

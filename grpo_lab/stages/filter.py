@@ -217,8 +217,8 @@ def _problem_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @settings()
 class BalanceFilter:
-    """``balance``: most rows per value of the column ``by`` (`balance`); None: as many as the smallest value has. ``by:
-    domain`` uses `question_domain` if the rows have no column of that name."""
+    """``balance``: keep at most ``per_domain`` rows per value of the column ``by`` (`balance`); None: as many as the
+    smallest has. ``by: domain`` uses `question_domain` if the rows have no column of that name."""
 
     by: str
     per_domain: Annotated[
@@ -350,8 +350,7 @@ def measure_pass_rates(filtering: Filtering, filters: Filters) -> None:
 
 
 def to_be_measured(columns: Collection[str], filters: Filters) -> bool:
-    """Return whether to measure pass rates. The problems of rows to imitate were sampled before: only if a filter needs
-    it."""
+    """Return whether to measure pass rates: always, or, for rows to imitate, only if a filter needs them."""
     needed = filters.band or filters.hardest or (filters.balance and filters.balance.by in RATES)
     return bool(needed) or "completion" not in columns
 

@@ -223,8 +223,7 @@ class HeldOutRows:
         load: Callable[..., Any] = load_rows,
         where: str = "evaluation.data",
     ) -> None:
-        """``load`` loads the rows, which messages call ``where``. Raises ValueError if something cannot be loaded or
-        built."""
+        """``load`` loads the rows, which messages call ``where``. Raises ValueError if loading or building fails."""
         self.section = section
         self.ways = conditions_in(section)
         templates = dict.fromkeys(way.template for way in self.ways.values())
@@ -258,8 +257,7 @@ class HeldOutRows:
         return partial(evaluate, None, loaded.tokenizer, self.rows[way.template], said=said, **how)
 
     def _limits(self, way: Condition, tokenizer: Any, stops: Sequence[int] = ()) -> ThinkingBudget | None:
-        """Return the budget of a condition. Raises ValueError if the prompts do not know the mode, or the budget has no
-        room."""
+        """Return a condition's budget. Raises ValueError if prompts do not know the mode, or the budget has no room."""
         rows = self.rows[way.template]
         if way.thinking is not None and rows is not None:
             prompt = rows[0]["prompt"]
@@ -343,8 +341,7 @@ def measure_conditions(
 
 
 def about(model: str, section: EvaluationSection, way: Condition | None = None) -> dict[str, Any]:
-    """Return what a score depends on besides the generation, for `summary.json`: rows with every argument, template,
-    judge."""
+    """Return what a score depends on besides the generation, for `summary.json`: data, template, judge, settings."""
     mode = getattr(build.build_reward(section.reward, "evaluation.reward"), "mode", None)  # the default, too
     judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}
     asked = way or Condition(section.data.template)

@@ -56,7 +56,7 @@ class Source:
 
     def at_most(self, name: str) -> int | None:
         """Return the number of rows, equal ones counted each time; None if they do not exist here yet. Raises
-        ValueError if the file or loader does not exist, or its rows lack what is learned."""
+        ValueError if the file or loader does not exist, or its rows lack the column to learn from."""
         if self.data is None:
             place = str(self.file)
             check_lines(place, f"rows.{name}.file", {"prompt": TEXT, "completion": TEXT})

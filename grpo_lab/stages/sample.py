@@ -77,8 +77,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class LoadedGenerator:
-    """A loaded model: the function that generates, its tokenizer, its context length, and the ids that end a
-    completion."""
+    """A loaded model: the function that generates, its tokenizer, context length, and ids that end a completion."""
 
     generate: CompletionGenerator
     tokenizer: Any
@@ -89,7 +88,7 @@ class LoadedGenerator:
 def load_generator(
     model: str, asked: Any, *, use_cpu: bool, seed: int, tokenizer: str | None = None, logprobs: bool = False
 ) -> LoadedGenerator:
-    """Load a saved model (folder or hub name) in transformers or vLLM, by the settings ``asked`` (`use_vllm`, `engine`,
+    """Load a saved model (folder or hub name) in transformers or vLLM, as ``asked`` has it (`use_vllm`, `engine`,
     `batch_size`)."""
     if not asked.use_vllm:
         loaded, words = load_saved_model(model, use_cpu, tokenizer)
@@ -204,8 +203,7 @@ class ModelGenerator:
 
 
 def with_room(problems: Mapping[int, Problem], generator: ModelGenerator) -> dict[int, Problem]:
-    """Return the problems whose prompt leaves room for a completion in the model's context; print how many others there
-    were."""
+    """Return the problems whose prompt leaves room for a completion in the model's context; print how many do not."""
     context = generator.context
     completion = generator.settings.max_completion_length
     if context is None:
@@ -331,8 +329,7 @@ def plan_of_samples(
 
 
 def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
-    """Raise ValueError, before a model is loaded, if ``file`` has not ``n`` samples per problem, which ``setting`` asks
-    for."""
+    """Raise ValueError if ``file`` holds another number of samples per problem than ``n``, before a model is loaded."""
     if not file.is_file():
         return
     _, first = next(json_lines(file), (1, ""))

@@ -60,8 +60,7 @@ class Keep:
 
 @settings()
 class Contrast:
-    """``pairs`` of a right and a wrong answer (`contrast_pairs`), at most ``per_problem``, None: all; ``distinct`` as
-    in `Keep`."""
+    """``pairs`` of a right and a wrong answer (`contrast_pairs`), at most ``per_problem``; ``distinct``: see `Keep`."""
 
     needs: ClassVar[str] = "right and wrong on the same"
     per_problem: Positive | None = None

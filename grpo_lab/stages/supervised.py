@@ -1,5 +1,4 @@
-"""Stages that make a model: train it by TRL's trainers (SFT, DPO, SimPO, rewards) or by a teacher, start it, or merge
-two."""
+"""Stages that make a model: train it by TRL's trainers (SFT, DPO, SimPO, rewards) or a teacher, start it, merge two."""
 
 from __future__ import annotations
 
@@ -121,7 +120,8 @@ class RewardModel(Train):
 
 @settings(rest="training")
 class ColdStart:
-    """``cold_start``: train a model, or a tiny one, on worked solutions (``data``). Other keys: TRL's ``SFTConfig``."""
+    """``cold_start``: train a model, or a new tiny one, on worked solutions (``data``). Other keys: TRL's
+    ``SFTConfig``."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     model: ModelSection
@@ -162,8 +162,7 @@ class ColdStart:
 @settings(rest="training")
 class Distill:
     """``distill``: train a model on its own answers by a ``teacher`` of the same vocabulary, on the prompts of
-    ``data``. Other keys: TRL's ``DistillationConfig``. Training also ends at the first log with ``tokens`` generated.
-    """
+    ``data``. Other keys: TRL's ``DistillationConfig``. It also ends at the first log with ``tokens`` generated."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     model: str

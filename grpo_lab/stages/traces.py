@@ -1,5 +1,4 @@
-"""Turn a model's judged samples, or traces, into rows to learn from: filter them, count each filter, rewrite them in
-one form.
+"""Turn a model's judged samples (traces) into rows to learn from: filter them, count each filter, and rewrite them.
 
 Source: DeepSeek-R1 (arXiv 2501.12948). Section 2.3.1, cold start: R1-Zero's outputs in "a readable pattern that
 includes a summary at the end of each response", refined by people, without what is not reader-friendly. Section 2.3.3,

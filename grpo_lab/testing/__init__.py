@@ -28,8 +28,8 @@ CHAT_TEMPLATE = (
     "'<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
-# Qwen3's, less its tools (a test holds them side by side): the last turn's answer stands behind a thinking block, which
-# may be empty; turns before the last question lose theirs; `enable_thinking=False` writes an empty one into the prompt.
+# Qwen3's template without its tools (a test compares them). The last turn's answer comes after a thinking block, which
+# may be empty. Turns before the last question lose theirs. `enable_thinking=False` puts an empty block into the prompt.
 THINKING_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -59,9 +59,8 @@ def tiny_tokenizer(thinking: bool = False) -> Qwen2Tokenizer:
     * byte-level BPE with Qwen's own rules for cutting text, so every text round-trips (after Qwen's Unicode NFC);
     * a number is its digits, one token each, everywhere (``" 12"`` is a space, ``1``, ``2``);
     * each word of ``grpo_lab.data.word_problems`` is one token, and so are ``####`` and a full stop with its newline;
-    * special tokens and chat template as in Qwen2.5: ``<|im_start|>role\\n…<|im_end|>\\n``; with ``thinking`` as in
-    Qwen3,
-      with its blocks and modes: ``<think>``, ``</think>`` and the words of its flags are tokens, too.
+    * special tokens and chat template as in Qwen2.5: ``<|im_start|>role\\n…<|im_end|>\\n``; with ``thinking``
+      as in Qwen3, with its blocks and modes: ``<think>``, ``</think>`` and the words of its flags are tokens, too.
 
     Its class is the one that ``AutoTokenizer`` gives to every folder with a Qwen2 or Qwen3 model in it.
     """
@@ -191,8 +190,7 @@ def _load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase | None, thin
 
 @dataclass
 class ScriptedRollout:
-    """A ``rollout_func(prompts, trainer)`` for TRL whose completions depend only on a seed, the call and the global
-    row.
+    """A ``rollout_func(prompts, trainer)`` for TRL; completions depend only on a seed, the call and the global row.
 
     So stock TRL and ours, on one process or four, get the very same completions: only the update can make a difference.
 
