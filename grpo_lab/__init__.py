@@ -1,7 +1,7 @@
 """grpo_lab: reinforcement learning from verifiable rewards as a plug-in for Hugging Face TRL.
 
-Public names are loaded on first use, so that ``import grpo_lab`` (and every pure room below it) costs nothing and
-works on a machine without TRL, vLLM or math-verify.
+Public names are loaded on first use, so that ``import grpo_lab`` (and each of its packages in pure torch) costs nothing
+and works on a machine without TRL, vLLM or math-verify.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(home: str) -> Any:
-    """The room; ImportError that names all of what this Python lacks, and not the first of it."""
+    """Import the module ``home``. Raises one ImportError that names all that this Python lacks, and not only
+    the first."""
     try:
         return import_module(home)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The command line, where its script is not on the path: python -m grpo_lab."""
+"""The command line as ``python -m grpo_lab``, for when its script is not on the path."""
 
 import sys
 

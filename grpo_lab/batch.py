@@ -1,4 +1,4 @@
-"""Typed carriers between the rooms, the legend of axes, and the only masking arithmetic in the house.
+"""Data classes that the packages exchange, the legend of axes, and all masking arithmetic of this package.
 
 =====  ==========================================================================================
 axis   meaning
@@ -12,8 +12,8 @@ T      completion tokens, left-aligned: token 0 is the first token of the comple
 
 Log-probabilities are in nats, lengths in tokens, shares are fractions of 1. A mask is bool ``[B, T]``.
 
-Masking selects, it does not multiply: ``nan * 0`` is ``nan``, and a masked position's gradient must be an exact zero,
-which it is where the unselected branch was finite: make inputs safe first (``safe``), compute, then select.
+Masking selects and does not multiply, since ``nan * 0`` is ``nan``. A masked position's gradient must be an exact zero.
+That needs finite numbers in the unselected branch: make inputs safe first (``safe``), compute, then select.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ Carrier = TypeVar("Carrier", bound=type)
 
 
 def earlier_name(old: str, new: str) -> Callable[[Carrier], Carrier]:
-    """Decorator of a carrier whose field ``old`` is called ``new`` now: for one release the old name can still be read,
-    given to the constructor and replaced (``dataclasses.replace``), with one DeprecationWarning per class."""
+    """Decorate a data class whose field ``old`` is called ``new`` now.
+
+    For one release the old name can still be read, given to the constructor and replaced (``dataclasses.replace``),
+    with one DeprecationWarning per class.
+    """
 
     def decorate(carrier: Carrier) -> Carrier:
         construct = carrier.__init__  # type: ignore[misc]
@@ -63,18 +66,18 @@ def earlier_name(old: str, new: str) -> Callable[[Carrier], Carrier]:
 @earlier_name("old_logps", "proximal_logps")
 @dataclass(frozen=True)
 class TokenBatch:
-    """A micro-batch of completions with everything that the loss may read: the one argument of a surrogate.
+    """A micro-batch of completions with everything that the loss may read. It is the one argument of a surrogate.
 
     Args:
         logps: ``[B, T]`` log-probs of the policy that is being trained; carries the gradient.
         proximal_logps: ``[B, T]`` log-probs of the policy at the start of this batch's updates, the *proximal* policy
             that the clipped ratio is taken against; no gradient. Before the first of these updates they equal
-            ``logps.detach()``. They need not be those of whoever sampled the tokens: an engine computes others, and
-            under ``rollout.overlap`` and ``rollout.cut_after`` an older policy sampled. The sampler's own are
-            ``extras["sampling_per_token_logps"]``, where an engine gave any; TRL's importance sampling corrects from
-            them to the proximal policy (``sampler_weights``).
-        log_ratio: ``[B, T]`` or ``[B, 1]`` log of the importance ratio at the objective's level (see ``ratios``):
-            of the policy in training against the proximal one.
+            ``logps.detach()``. They may differ from those with which the tokens were sampled: an engine computes
+            others, and under ``rollout.overlap`` and ``rollout.cut_after`` an older policy sampled. The sampler's own
+            are ``extras["sampling_per_token_logps"]``, where an engine gave any; TRL's importance sampling corrects
+            from them to the proximal policy (``sampler_weights``).
+        log_ratio: ``[B, T]`` or ``[B, 1]`` log of the importance ratio at the objective's level (see ``ratios``): of
+            the policy in training against the proximal one.
         advantages: ``[B, 1]`` or ``[B, T]``.
         mask: bool ``[B, T]``, True where a token carries loss.
         ref_logps: ``[B, T]`` log-probs of the reference model, where a KL term reads them.
@@ -124,10 +127,10 @@ class Denominators:
 
 @dataclass(frozen=True)
 class LocalRows:
-    """This rank's rows of a generation batch: where a rule of level ``token`` puts its numbers.
+    """This rank's rows of a generation batch, for which a rule of level ``token`` makes advantages.
 
     Args:
-        rows: their place among the N of the table, B of them. Not always ``rank * B``: ask, don't compute.
+        rows: the slice of the table's N rows that these B are. It does not always begin at ``rank * B``.
         mask: bool ``[B, T]``, True where a token carries loss. T: this rank's longest completion, so ranks differ.
         lengths: long ``[B]``, tokens of each completion, tool output included; what lies behind is padding.
         rewards: float64 ``[B, T]``, only with a critic: −β·k of each token, a completion's rewards on its last one.
@@ -146,12 +149,12 @@ class RewardTable:
     """Rewards of one generation batch, the same on every rank but for ``local``.
 
     Args:
-        values: float64 ``[N, F]`` (given in any float type: advantages are differences of nearly equal numbers,
-            divided by small ones); NaN where a component could not score a completion.
+        values: float64 ``[N, F]`` (given in any float type: advantages are differences of nearly equal numbers, divided
+            by small ones); NaN where a component could not score a completion.
         names: F component names.
         weights: float64 ``[F]``.
         group_size: G; ``N % G == 0``, groups are contiguous.
-        penalties: how many of the last columns were computed here (KL) and are no rewards.
+        penalties: how many of the last columns are no rewards but penalties computed here (KL).
         steps: column of a step reward (which holds means) → its steps over all ranks (``advantages.StepTable``).
         local: this rank's rows, for rules that make an advantage per token; ``None`` outside a trainer.
     """
@@ -182,8 +185,8 @@ class RewardTable:
     def total(self) -> Tensor:
         """Weighted sum ``[N]``, float64; NaN where *no* component could score the row.
 
-        Rewards, as TRL gathers them, and so their sum, have float32's resolution: 0.1 + 0.2 and 0.3 are the same, and a
-        group of such is dead. Penalties are added in float64.
+        The sum of rewards has float32's resolution, since TRL gathers rewards in float32: 0.1 + 0.2 and 0.3 are then
+        equal, and a group of such rewards is dead. Penalties are added in float64.
         """
         weighted = self.values * self.weights.to(self.values.device)
         rewards = weighted.size(1) - self.penalties
@@ -192,7 +195,7 @@ class RewardTable:
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int, device: Any, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Ragged rows of token ids → ids and attention mask, ``[rows, widest]``, filled up on the right (or ``left``)."""
+    """Pad rows of token ids on the right (or ``left``), and return ids and attention mask, ``[rows, widest]``."""
     width = max(map(len, rows))
     place = torch.arange(width, device=device)
     lengths = torch.tensor([[len(row)] for row in rows], device=device)
@@ -203,7 +206,7 @@ def padded(rows: Sequence[Sequence[int]], pad: int, device: Any, left: bool = Fa
 
 
 def safe(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """``values`` with ``fill`` at masked-out positions, ``[B, T]``. Use on *inputs*, before exp or log."""
+    """Return ``values`` with ``fill`` at masked-out positions, ``[B, T]``. Use it on *inputs*, before exp or log."""
     return values.expand(mask.shape).masked_fill(~mask, fill)
 
 
@@ -216,5 +219,5 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the selected tokens of each row, ``[B]``; a differentiable zero of an all-masked one."""
+    """Mean over the selected tokens of each row, ``[B]``. An all-masked row gives a differentiable zero."""
     return masked_sum(values, mask, dim=-1) / mask.sum(-1).clamp(min=1).float()

@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _main(words: Sequence[str] | None) -> int:
-    """Do what ``main`` does, where everything imports."""
+    """Do what ``main`` does, once all requirements are there."""
     from grpo_lab.registry import working_folder_on_path
 
     working_folder_on_path()
@@ -89,7 +89,8 @@ def _main(words: Sequence[str] | None) -> int:
 
 
 def _code_of(error: Exception) -> tuple[int, str]:
-    """The exit code and the line for what ended a command; 0 for a fault of ours, which shows its traceback."""
+    """Return the exit code and the message for the error that ended a command. Code 0: a fault of ours, which shows its
+    traceback."""
     if isinstance(error, ValueError):
         return 2, f"error: {' '.join(str(error).split())}"  # libraries write paragraphs
     from grpo_lab.engines.grouping import EngineFault
@@ -111,12 +112,12 @@ def _code_of(error: Exception) -> tuple[int, str]:
 
 
 def _say(words: str) -> None:
-    """Write one line to stderr; what it quotes of files and models is made visible."""
+    """Write one line to stderr; invisible characters in what it quotes of files and models are shown."""
     print(visible(f"grpo-lab: {words}"), file=sys.stderr, flush=True)
 
 
 def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; with ``words`` only a command that stands among them has its options."""
+    """Make the parser of all commands. With ``words``, only a command that is among them gets its options."""
     from grpo_lab import __version__
 
     said = "Reinforcement learning from verifiable rewards, on TRL."
@@ -166,14 +167,14 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def _load(name: str) -> Callable[..., Any]:
-    """``module:function``, loaded when it is needed."""
+    """Import ``module:function`` from below ``grpo_lab``."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(import_module(f"grpo_lab.{module}"), function)
     return found
 
 
 def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
-    """The command; of a pipeline the recipe, planned (``--dry-run``) or run."""
+    """Carry out the command and return its exit code. One with a recipe is planned (``--dry-run``) or run."""
     if not command.verbose:
         return int(_load(command.run)(known) or 0)
     if command.read:
@@ -185,7 +186,7 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
-    """The recipe that the words name, planned or run, or what its folder says of it."""
+    """Plan or run the recipe that the words name, or print what its folder says of it."""
     from grpo_lab.recipe.yaml import parse_overrides, read_yaml, switched_on
 
     rest = [*rest, *_name_recipe(command, known)]
@@ -234,8 +235,8 @@ def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) ->
 
 
 def _name_recipe(command: Command, known: argparse.Namespace) -> list[str]:
-    """Put the recipe's file at ``known.config`` (None: the command only reads ``known.place``); the overrides that
-    come with it."""
+    """Put the recipe's file at ``known.config``, and return the overrides that come with it. None there: the command
+    only reads ``known.place``."""
     from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
 
     if not command.recipes:

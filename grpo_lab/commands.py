@@ -1,4 +1,4 @@
-"""The table of commands: what each is called, what it says of itself, and which function carries it out."""
+"""The table of commands: what each is called, its help, and which function carries it out."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Command:
-    """A command. What it does stands as ``module:function`` below ``grpo_lab``.
+    """One command. Its functions are named as ``module:function`` below ``grpo_lab``.
 
     Attributes:
-        run: gets the options and gives an exit code; of a pipeline: gets the recipe, and the flags that it has.
-        options: gets the parser of a command that reads no recipe; ``about``: what its help says of it, in sentences.
-        read, plan: of a pipeline: what is written, and a name where it has none → the recipe; what ``--dry-run`` shows.
-        recipes: where its recipes lie; empty: it has one of its own.
-        resumes, verbose: whether it takes ``--resume``; ``--verbose``, and is quiet without.
-        actions: words before a file or a folder → which of them, and what is done with it.
+        run: takes the options and returns an exit code; of a command with a recipe: takes the recipe, and the flags.
+        options: adds options to the parser of a command without a recipe; ``about``: its help, in sentences.
+        read, plan: of a command with a recipe: mapping and default name → the recipe; what ``--dry-run`` shows.
+        recipes: where its recipes are; empty: it has one of its own.
+        resumes, verbose: whether it takes ``--resume``; whether it takes ``--verbose``, and is quiet without.
+        actions: words before a file or a folder → which of the two, and what is done with it.
     """
 
     help: str

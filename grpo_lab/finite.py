@@ -1,4 +1,5 @@
-"""NaN and infinities: among tensors, in what a model says of the next token, in the files of a model or checkpoint."""
+"""Finding NaN and infinities: in tensors, in a model's scores of the next token, in the files of a model or
+checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ ROWS = "grpo_lab_generation_"
 
 
 class NumbersError(FloatingPointError):
-    """Optimizer steps could not be taken (``guard.max_bad_steps``), or weights are not finite; exit code 4."""
+    """Error: optimizer steps could not be taken (``guard.max_bad_steps``), or weights are not finite; exit code 4."""
 
 
 def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:
-    """bool: whether it (this rank's part) holds NaN (or infinities); smallest and largest say it without a copy."""
+    """Return a bool tensor: whether ``weight`` (this rank's part) holds NaN or, with ``infinite``, infinities. Nothing
+    is copied: its smallest and largest value show it."""
     if hasattr(weight, "to_local"):
         weight = weight.to_local()
     packed = not weight.is_floating_point() or weight.element_size() < 2  # of a quantized model
@@ -31,7 +33,7 @@ def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:
 
 
 def in_words(bad: list[str], of: int) -> str:
-    """``in 2 of 30 tensors (a, b)``."""
+    """Return words such as ``in 2 of 30 tensors (a, b)``."""
     more = ""
     if bad[3:]:
         more = f" and {len(bad) - 3} more"
@@ -39,8 +41,10 @@ def in_words(bad: list[str], of: int) -> str:
 
 
 class FiniteScores:
-    """A logits processor for ``model.generate``; NumbersError where a row has NaN, +∞ or no finite score at all. With
-    NaN torch says no more than "probability tensor", and greedy takes any token."""
+    """A logits processor for ``model.generate`` that raises NumbersError if a row has NaN, +∞ or no finite score.
+
+    With NaN torch's error says no more than "probability tensor", and greedy decoding takes any token.
+    """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not bool(scores.amax(-1).isfinite().all()):
@@ -49,7 +53,7 @@ class FiniteScores:
 
 
 def not_finite_scores(model: torch.nn.Module | None = None) -> str:
-    """Say that a model's next token cannot be drawn; of ``model`` the weights to blame are named."""
+    """Return the message that a model's next token cannot be drawn. With ``model``, it names the weights to blame."""
     said = "the model's scores of the next token are not finite"
     if model is None:
         return f"{said}: a weight of it is NaN, infinite or far too large; look at how it was made, saved or converted"
@@ -63,10 +67,10 @@ def not_finite_scores(model: torch.nn.Module | None = None) -> str:
 
 
 def not_finite(folder: Path) -> str | None:
-    """Name the file of a saved model or checkpoint that holds NaN or infinities, and the tensors; None where none does.
+    """Name the file of a saved model or checkpoint that holds NaN or infinities, and the tensors; None if none does.
 
-    Weights, adapters, critic, reference, moments; whole or FSDP's shards. Not read: DeepSpeed's own files, moments in
-    the classes of another package, what is damaged.
+    It reads weights, adapters, critic, reference and moments, whole or as FSDP's shards. Not read: DeepSpeed's own
+    files, moments in the classes of another package, what is damaged.
     """
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = file.relative_to(folder).as_posix()
@@ -92,7 +96,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _walk(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors and floats of nested mappings and lists, by where they stand."""
+    """Yield the tensors and floats of nested mappings and lists, with the dotted path to each."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, float):
@@ -103,7 +107,7 @@ def _walk(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _shards(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The pieces of torch's distributed checkpoint, one after the other."""
+    """Yield the pieces of torch's distributed checkpoint with their names, one after the other."""
     from io import BytesIO
 
     from torch.distributed.checkpoint import FileSystemReader

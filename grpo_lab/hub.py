@@ -1,4 +1,5 @@
-"""The Hugging Face hub, asked once whether it is there: its clients try for half a minute before they say so."""
+"""A quick check whether the Hugging Face hub can be reached: its own clients try for half a minute
+before they give up."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ _SECONDS_TO_ANSWER = 10
 
 
 def reach_hub(name: str, kind: str = "model") -> None:
-    """Ask the hub of a ``kind`` (``model`` or ``dataset``) called ``name``. ConnectionError: it cannot be reached. What
-    it answers is not looked at: whoever loads ``name`` says it better."""
+    """Ask the hub once for a ``kind`` (``model`` or ``dataset``) called ``name``. Raises ConnectionError if it cannot
+    be reached.
+
+    What it answers is ignored: whoever loads ``name`` reports it better.
+    """
     import httpx
     from huggingface_hub import HfApi
 
@@ -31,8 +35,10 @@ def reach_hub(name: str, kind: str = "model") -> None:
 
 @contextmanager
 def data_set_reached(name: str) -> Iterator[None]:
-    """Around the loading of a data set: where the hub cannot be reached, it is read from the cache, at once.
-    ConnectionError: it is not there either."""
+    """Context around the loading of a data set: if the hub cannot be reached, it is read from the cache, at once.
+
+    Raises ConnectionError if it is not there either.
+    """
     from datasets import config
 
     before = config.HF_HUB_OFFLINE

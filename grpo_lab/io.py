@@ -1,13 +1,14 @@
-"""Files that are there whole or not at all, wherever the writer was killed or the power cut.
+"""Writing files that are there completely or not at all, wherever the writer was killed or the power cut.
 
-Written beside its place, brought to the disk, moved into place, and the move brought to the disk, too. Without the
-first ``fsync`` a file system may carry out the move before the content; without the second the move itself may be lost.
+A file is written beside its place, flushed to the disk, and moved into place; then the move is flushed, too. Without
+the first ``fsync`` a file system may carry out the move before the content; without the second the move itself may be
+lost.
 
-What grows while it is written, JSON lines, grows by batches: each is there whole or not at all, too, since what is left
-of a torn one is cut off before the next is appended (``append_json_line``, ``append_rows``).
+Files of JSON lines grow by batches. Each batch is there completely or not at all, too: what is left of a torn one is
+cut off before the next is appended (``append_json_line``, ``append_rows``).
 
-Also whether a name is a folder here or one on the hub; how many cores this process may use. What is read of a file
-stands in ``grpo_lab.reading``.
+Also whether a name is a folder here or one on the hub, and how many cores this process may use. Files are read by
+``grpo_lab.reading``.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ _NUMBER = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> None:
-    """``path`` as ``write(partial)`` makes it, or as it was; ``partial`` lies beside ``path`` as ``<name>.part``.
-    OSError: the file, or its folder, cannot be written (``saving``). What else ``write`` raises comes through."""
+    """Let ``write(partial)`` write a file, and move it to ``path``. A failure leaves ``path`` as it was; ``partial`` is
+    ``<name>.part`` beside it.
+
+    Raises OSError if the file, or its folder, cannot be written (``saving``). Other errors of ``write`` pass through.
+    """
     place = Path(path)
     partial = place.with_name(f"{place.name}.part")
     partial.unlink(missing_ok=True)
@@ -50,7 +54,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> N
 
 @contextmanager
 def saving(place: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the disk refuses of the block's writing into ``place`` into an OSError with its number and the place.
+    """Context that turns an error of the disk while ``place`` is written into an OSError with its number and the place.
 
     safetensors, tokenizers, torch and ``copytree`` have errors of their own for it, and ``json.dump`` names no file.
     """
@@ -65,7 +69,8 @@ def saving(place: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _of_disk(error: Exception) -> tuple[int, str] | None:
-    """Number and words of a write that the disk refused; None for any other error, and for one that names its file."""
+    """Return number and message of a write that the disk refused; None for any other error, and for one that names its
+    file."""
     kind = type(error)
     said = str(error)
     if isinstance(error, OSError) and error.errno is not None:
@@ -88,22 +93,23 @@ def write_whole_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """``value`` as JSON; what JSON does not know is written as its text."""
+    """Write ``value`` as JSON. Values that JSON does not know are written as their text."""
     write_whole_text(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
 def write_json_lines(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write one object a line, without escapes; half characters are the caller's to replace (`visible.encodable`)."""
+    """Write one object a line, without escapes. The caller replaces half surrogate pairs (`visible.encodable`)."""
     write_lines(path, (as_line(row) for row in rows))
 
 
 def as_line(row: Mapping[str, Any]) -> str:
-    """A row as `write_json_lines` writes it, without the line's end."""
+    """Return a row as `write_json_lines` writes it, without the line's end."""
     return json.dumps(row, ensure_ascii=False, default=str)
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    """A file of lines, whole, taken one after the other: they need not be in memory together."""
+    """Write a file of lines, completely or not at all. The lines are taken one by one: they need not be in memory
+    together."""
 
     def write(partial: Path) -> None:
         with partial.open("w", encoding="utf-8") as file:
@@ -113,15 +119,19 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
 
 
 def append_json_line(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
-    """Append a line to a file of JSON lines, behind its last whole one; what JSON does not know is written as its text.
-    OSError: it cannot be written, and is as it was. ValueError: ``path`` is no plain file."""
+    """Append a line to a file of JSON lines, after its last complete one. Values that JSON does not know are written as
+    text.
+
+    Raises OSError if it cannot be written; the file then stays as it was. Raises ValueError if ``path`` is no plain
+    file.
+    """
     with open(path, "a+b", opener=no_link) as file:
         cut_to_whole_batches(file)
         append_batch(file, [json.dumps(row, default=str)])
 
 
 def append_rows(file: IO[bytes], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append a batch of rows, each marked with how many follow (``LEFT``), and bring it to the disk."""
+    """Append a batch of rows, each marked with how many follow (``LEFT``), and flush it to the disk."""
     last = len(rows) - 1
     marked = [row if place == last else {**row, LEFT: last - place} for place, row in enumerate(rows)]
     append_batch(file, [json.dumps(row) for row in marked])
@@ -129,8 +139,10 @@ def append_rows(file: IO[bytes], rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def append_batch(file: IO[bytes], lines: Sequence[str]) -> None:
-    """Append lines to an open file that ends with a whole batch; where that fails, it ends so again. A kill in the
-    midst is seen by whoever opens the file next (``cut_to_whole_batches``)."""
+    """Append lines to an open file that ends with a complete batch. If that fails, the file is cut back to that end.
+
+    After a kill in between, whoever opens the file next cuts it back (``cut_to_whole_batches``).
+    """
     end = file.seek(0, os.SEEK_END)
     content = memoryview("".join(f"{line}\n" for line in lines).encode())
     try:
@@ -144,8 +156,11 @@ def append_batch(file: IO[bytes], lines: Sequence[str]) -> None:
 
 
 def cut_to_whole_batches(file: IO[bytes], is_whole: Callable[[dict[str, Any]], bool] = lambda row: True) -> None:
-    """Cut what a kill or a lost write has left behind the last whole batch of an open file: half a line, one that is no
-    object or not ``is_whole``, the first lines of a batch."""
+    """Cut an open file after its last complete batch.
+
+    This removes what a kill or a lost write has left there: half a line, one that is no object or not ``is_whole``, the
+    first lines of a batch.
+    """
     end = file.seek(0, os.SEEK_END)
     size = end
     while end:
@@ -160,7 +175,7 @@ def cut_to_whole_batches(file: IO[bytes], is_whole: Callable[[dict[str, Any]], b
 
 
 def _start_of_line(file: IO[bytes], end: int) -> int:
-    """Find where the line begins that ends at ``end``."""
+    """Return where the line begins that ends at ``end``."""
     place = end - 1
     while place > 0:
         piece = max(0, place - 65536)
@@ -183,8 +198,10 @@ def _ends_batch(line: bytes, is_whole: Callable[[dict[str, Any]], bool]) -> bool
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open ``path`` itself, never a file that a link there leads to: for ``open(…, opener=no_link)``. ValueError: a
-    link, a folder, a pipe or a device stands there."""
+    """Open ``path`` itself, never a file that a link there leads to: for ``open(…, opener=no_link)``.
+
+    Raises ValueError if it is a link, a folder, a pipe or a device.
+    """
     try:
         opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         if stat.S_ISREG(os.fstat(opened).st_mode):
@@ -198,10 +215,11 @@ def no_link(path: str, flags: int) -> int:
 
 @contextmanager
 def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """``with whole_folder(place) as partial``: what the block writes into ``partial`` becomes ``place`` when it ends.
+    """Context that yields an empty folder, which becomes ``path`` when the block ends: ``with whole_folder(path) as
+    partial``.
 
-    ``partial`` is an empty folder beside ``place``, ``<name>.part``; what a killed run left there, and an earlier
-    ``place``, go: between two moves there may be no ``place``, never half of one. It stays where the block raises.
+    ``partial`` is ``<name>.part`` beside ``path``. What a killed run left there, and an earlier ``path``, are removed.
+    Between two moves there may be no ``path``, never half of one. If the block raises, both stay.
     """
     place = Path(path)
     partial = place.with_name(f"{place.name}.part")
@@ -213,7 +231,8 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def move_whole(partial: Path, place: Path) -> None:
-    """The folder ``partial`` becomes ``place``, on the disk; an earlier ``place`` goes when the new one is there."""
+    """Move the folder ``partial`` to ``place``, and flush it to the disk. An earlier ``place`` is removed when the new
+    one is there."""
     for inside in (*partial.rglob("*"), partial):
         _to_disk(inside)
     earlier = partial.with_name(f"{partial.name}.earlier")
@@ -237,8 +256,8 @@ def _to_disk(path: Path) -> None:
 
 
 def own_cores() -> int:
-    """Count the cores that this process is bound to (containers, ``taskset``), where the system says so; all of the
-    machine elsewhere."""
+    """Count the cores that this process is bound to (containers, ``taskset``), if the system says so; else all of the
+    machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -250,12 +269,13 @@ def is_local(path: str | None) -> bool:
 
 
 def looks_local(path: str) -> bool:
-    """Return whether ``path`` can only be meant as a folder: no hub name starts or is cut like this."""
+    """Return whether ``path`` can only be a folder: no hub name begins like this, or has as many slashes."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
 def check_place(path: str, where: str = "model.path") -> str:
-    """``path`` of a saved model or a hub name; ValueError for a local folder that is not there, or holds no model."""
+    """Return ``path``, a saved model's folder or a hub name. Raises ValueError for a local folder that is not there, or
+    holds no model."""
     if not is_local(path):
         if not path or looks_local(path):
             raise ValueError(f"`{where}` is {path!r}: no such folder (a saved model, or a hub name such as org/model)")

@@ -1,8 +1,9 @@
-"""Locks of files that the kernel opens with the process which holds them, however that ends.
+"""Locks of files, which the kernel releases when the process that holds them ends, in whatever way.
 
-They are POSIX locks: a process that the holder has started, and that outlives it for a moment, does not inherit them.
-A process that was killed keeps its own until the kernel has put all of it away, which takes as long as its memory is
-large and its last write to the disk is slow: who asks meanwhile waits for that."""
+They are POSIX locks: a child of the holder, which outlives it for a moment, does not inherit them. A process that was
+killed keeps its locks until the kernel has removed all of it. That takes the longer, the larger its memory and the
+slower its last write to the disk. Who asks for the lock meanwhile waits for that.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ HELD: set[str] = set()
 
 
 def lock(opened: int) -> bool:
-    """Lock the file for this process; False: another one, which lives, has it. OSError: a file system without locks."""
+    """Lock the file for this process. False: another living process has it. Raises OSError on a file system without
+    locks."""
     last = time.monotonic() + LONGEST_END
     looks = 0
     while not _taken(opened):
@@ -39,7 +41,7 @@ def lock(opened: int) -> bool:
 
 
 def is_locked(file: Path) -> bool:
-    """Return whether a process has ``file`` locked, this one or another; also where that cannot be known."""
+    """Return whether a process, this one or another, has ``file`` locked; True if that cannot be known."""
     if os.path.abspath(file) in HELD:
         return True
     try:
@@ -68,7 +70,7 @@ def _taken(opened: int) -> bool:
 
 
 def _holder(opened: int) -> int | None:
-    """The process that has the file locked; 0: one of another machine or container; None: nobody."""
+    """Return the process that has the file locked; 0: one of another machine or container; None: nobody."""
     whole_file = (os.SEEK_SET, 0, 0, 0)
     if _ON_LINUX:
         asked = (fcntl.F_WRLCK, *whole_file)
@@ -82,7 +84,7 @@ def _holder(opened: int) -> int | None:
 
 
 def _is_ending(process: int) -> bool:
-    """Return whether it was killed and is not gone yet."""
+    """Return whether the process was killed and is not gone yet."""
     if not process:
         return False
     try:

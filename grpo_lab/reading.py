@@ -1,9 +1,9 @@
-"""The one reader of text, JSON and JSON lines. A damaged file is a ValueError that says the file, the line, what was
-read, and what is allowed.
+"""Reading text, JSON and JSON lines. A damaged file raises a ValueError: the file, the line, what was read, what is
+allowed.
 
-Damaged are: bytes that are no UTF-8, an empty file, half a file, a key that stands twice in one object (JSON leaves
+Damaged means: bytes that are no UTF-8, an empty file, half a file, a key that stands twice in one object (JSON leaves
 open which of the two counts), nesting beyond ``DEEPEST``, and fields that are missing or of another type. A byte order
-mark at the beginning is passed over.
+mark at the beginning is skipped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHOWN = 60
 
 
 class _Damaged(ValueError):
-    """Why text cannot be read, and in which of its lines, where that is known."""
+    """Error that says why text cannot be read and, if known, in which of its lines."""
 
     def __init__(self, why: str, line: int | None = None) -> None:
         super().__init__(why)
@@ -50,11 +50,12 @@ class _Damaged(ValueError):
 
 
 class _KeyTwice(ValueError):
-    """A key that one object has twice."""
+    """Error that names a key which one object has twice."""
 
 
 def read_text(path: str | os.PathLike[str], advice: str = "") -> str:
-    """The text of a file. ValueError, which ends with ``advice``: it is no UTF-8. OSError: it cannot be opened."""
+    """Return the text of a file. Raises ValueError, ending with ``advice``, if it is no UTF-8; OSError if it cannot be
+    opened."""
     try:
         return _decoded(Path(path).read_bytes())
     except _Damaged as error:
@@ -62,7 +63,8 @@ def read_text(path: str | os.PathLike[str], advice: str = "") -> str:
 
 
 def read_json(path: str | os.PathLike[str], advice: str = "") -> Any:
-    """The value in a JSON file. ValueError, which ends with ``advice``: it is damaged. OSError: it cannot be opened."""
+    """Return the value in a JSON file. Raises ValueError, ending with ``advice``, if it is damaged; OSError if it
+    cannot be opened."""
     try:
         return _value_of(_decoded(Path(path).read_bytes()))
     except _Damaged as error:
@@ -70,7 +72,7 @@ def read_json(path: str | os.PathLike[str], advice: str = "") -> Any:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """The value in JSON ``text`` that stands at ``where``. ValueError: it is damaged."""
+    """Return the value in JSON ``text``. Raises ValueError if it is damaged; ``where`` names its place."""
     try:
         return _value_of(text if isinstance(text, str) else _decoded(text))
     except _Damaged as error:
@@ -78,8 +80,8 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def read_record(path: str | os.PathLike[str], needs: Fields | None = None, advice: str = "") -> dict[str, Any]:
-    """The object in a JSON file, which has the fields that it ``needs``. ValueError, which ends with ``advice``: it is
-    damaged, no object, or lacks a field. OSError: it cannot be opened."""
+    """Return the object in a JSON file. Raises ValueError, ending with ``advice``, if it is damaged, no object, or
+    lacks a field of ``needs``; OSError if it cannot be opened."""
     found = read_json(path, advice)
     try:
         return checked_object(found, needs or {})
@@ -90,9 +92,11 @@ def read_record(path: str | os.PathLike[str], needs: Fields | None = None, advic
 def json_lines(
     path: str | os.PathLike[str], *, halves: bool = True, numbers: Numbers | None = None
 ) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(Line number from 1, its object, or why it holds none) of a file of JSON lines; blank ones are passed over.
-    ``halves``: half characters (lone surrogates, which can be neither tokenized nor written) are let through;
-    ``numbers``: what makes a whole number, and another one, of its text."""
+    """Yield (line number from 1, its object, or why it holds none) of a file of JSON lines; blank lines are skipped.
+
+    ``halves``: half characters (lone surrogates, which can be neither tokenized nor written) are let through.
+    ``numbers``: two functions that convert the text of a whole number, and of another one.
+    """
     decoder = _DECODER if numbers is None else _decoder(*numbers)
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -116,8 +120,10 @@ def read_json_lines(
     halves: bool = True,
     numbers: Numbers | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(Line number from 1, its object, which has the fields that it ``needs``) of a file of JSON lines. ValueError,
-    which ends with ``advice``: a line is damaged, holds no object, or lacks a field."""
+    """Yield (line number from 1, its object) of a file of JSON lines.
+
+    Raises ValueError, ending with ``advice``, if a line is damaged, holds no object, or lacks a field of ``needs``.
+    """
     for number, found in json_lines(path, halves=halves, numbers=numbers):
         try:
             if isinstance(found, str):
@@ -128,7 +134,8 @@ def read_json_lines(
 
 
 def checked_object(found: Any, needs: Fields) -> dict[str, Any]:
-    """``found`` as an object with the fields that it ``needs``. ValueError: what it is instead, or what it lacks."""
+    """Return ``found`` if it is an object with the fields of ``needs``. Raises a ValueError that says what it is
+    instead, or lacks."""
     if not isinstance(found, dict):
         raise ValueError(f"it holds {_shown(found)}; a mapping of names to values is needed")
     for name, kind in needs.items():
@@ -140,7 +147,7 @@ def checked_object(found: Any, needs: Fields) -> dict[str, Any]:
 
 
 def _decoded(content: bytes, mark: bool = True) -> str:
-    """Decode ``content`` as text; ``mark``: a byte order mark may stand before it."""
+    """Decode ``content`` as UTF-8 text. ``mark``: a byte order mark may stand before it."""
     try:
         return content.decode("utf-8-sig" if mark else "utf-8")
     except UnicodeDecodeError as error:
@@ -165,7 +172,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def _value_of(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
-    """Return the value of JSON ``text``. _Damaged: why it has none."""
+    """Return the value of JSON ``text``. Raises _Damaged if it has none, and says why."""
     if not text.strip("\0 \t\r\n"):
         raise _Damaged("zero bytes, as a lost write leaves them" if "\0" in text else "it is empty; JSON is needed")
     try:
@@ -198,7 +205,7 @@ def _too_deep() -> str:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Return whether lists and mappings stand more than ``levels`` inside of each other."""
+    """Return whether lists and mappings are nested more than ``levels`` deep."""
     level = [value]
     for _ in range(levels + 1):
         level = [one for one in level if isinstance(one, dict | list)]
@@ -209,7 +216,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _refuse_halves(found: dict[str, Any]) -> None:
-    """_Damaged for text that is cut between two code units."""
+    """Raise _Damaged for text that is cut between two code units (lone surrogates)."""
     for name, value in found.items():
         if half := HALF.search(json.dumps([name, value], ensure_ascii=False)):
             said = f"column {name!a} holds {half[0]!a}, half of a character (a lone surrogate)"

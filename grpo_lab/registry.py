@@ -1,4 +1,4 @@
-"""Parts by name: tables of them, adding to one, what a part's knobs are, and building it with them.
+"""Tables of parts by name: adding a part to one, finding it, listing its knobs (settings), and building it with them.
 
 A part is a dataclass whose instances are callable (its fields are its knobs), a function (no knobs), or a ready object
 (set already).
@@ -17,7 +17,8 @@ from grpo_lab.settings import did_you_mean
 
 
 def knobs_of(part: Any) -> dict[str, Any]:
-    """Name → default (``MISSING`` without one) of a dataclass's or its instance's fields, in order; else nothing."""
+    """Return name → default (``MISSING`` without one) of the fields of a dataclass or its instance, in order; else
+    nothing."""
     if not dataclasses.is_dataclass(part):
         return {}
     fields = [field for field in dataclasses.fields(part) if field.init]
@@ -25,7 +26,8 @@ def knobs_of(part: Any) -> dict[str, Any]:
 
 
 def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> None:
-    """``ValueError`` for no name, or for one that is another object's already (``redefined`` is none)."""
+    """Raise ``ValueError`` if ``name`` is no valid name, or another object's already (a ``redefined`` one is
+    the same)."""
     if not isinstance(name, str) or not name or ":" in name or name != name.strip():
         raise ValueError(f"{what} is registered as {name!r}; it must be a name without ':' ('module:attribute')")
     if name in table and table[name] is not part and not redefined(table[name], part):
@@ -36,15 +38,17 @@ def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> Non
 
 
 def redefined(before: Any, part: Any) -> bool:
-    """Return whether ``part`` is the same definition run again (a notebook's cell, a reloaded module) and takes its
-    place."""
+    """Return whether ``part`` is the definition of ``before`` run again (a notebook's cell, a reloaded module), and
+    replaces it."""
     named = all(hasattr(one, "__qualname__") and "<" not in one.__qualname__ for one in (before, part))
     return named and address(before) == address(part)
 
 
 def add(table: MutableMapping[str, Any], name: str, part: Any, reserved: Iterable[str], what: str) -> Any:
-    """Put ``part`` into ``table``; gives it back, so that it can stand in a decorator. The same object twice is once.
-    ValueError: as ``check_name``; the part cannot be called, or has a knob that settings mean something else by."""
+    """Put ``part`` into ``table`` and return it, so that this can be a decorator. The same object may be added twice.
+
+    Raises ValueError as ``check_name`` does, if the part cannot be called, or if it has a knob named in ``reserved``.
+    """
     if not callable(part) or (isinstance(part, type) and "__call__" not in dir(part)):
         raise ValueError(f"{what} is {part!r}; it must be a class with `__call__`, a function or a callable object")
     taken = sorted(set(knobs_of(part)) & set(reserved))
@@ -57,7 +61,7 @@ def add(table: MutableMapping[str, Any], name: str, part: Any, reserved: Iterabl
 
 
 def found(table: Mapping[str, Any], name: str, what: str) -> Any:
-    """The part called ``name``. ValueError with the nearest match and all names for one that is not there."""
+    """Return the part called ``name``. Raises ValueError, with the nearest match and all names, if there is none."""
     if name not in table:
         near = did_you_mean(name, table)
         raise ValueError(f"`{what}` is {name!r}; it must be one of {sorted(table)}, or a callable{near}")
@@ -65,7 +69,8 @@ def found(table: Mapping[str, Any], name: str, what: str) -> Any:
 
 
 def built(part: Any, knobs: Mapping[str, Any], what: str) -> Any:
-    """A class with its ``knobs``; a function or object as it is. ``ValueError`` for knobs it does not have or need."""
+    """Build a class with its ``knobs``; return a function or object as it is. Raises ``ValueError`` for unknown or
+    missing knobs."""
     if not isinstance(part, type):
         if knobs:
             raise ValueError(f"`{what}` {address(part)} takes no settings, got {sorted(knobs)}")
@@ -81,13 +86,15 @@ def built(part: Any, knobs: Mapping[str, Any], what: str) -> Any:
 
 
 def address(part: Any, before_name: str = ".") -> str:
-    """``module.name`` of a class or function, of its class for an object; with ``":"`` what ``load_named`` reads."""
+    """Return ``module.name`` of a class or function, or of an object's class. With ``":"`` it is what ``load_named``
+    reads."""
     kind = part if hasattr(part, "__qualname__") else type(part)
     return f"{kind.__module__}{before_name}{kind.__qualname__}"
 
 
 def working_folder_on_path() -> str:
-    """Put the working folder first on ``sys.path``, as TRL's scripts do: a console script's own folder stands there."""
+    """Put the working folder first on ``sys.path``, as TRL's scripts do, and return it. A console script has only its
+    own folder there."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -95,7 +102,8 @@ def working_folder_on_path() -> str:
 
 
 def load_named(reference: str, where: str) -> Any:
-    """The object at ``"package.module:attribute"``. ``ValueError`` for another form, or where nothing is there."""
+    """Import the object at ``"package.module:attribute"``. Raises ``ValueError`` for another form, or if nothing is
+    there."""
     module, _, attribute = reference.partition(":")
     if not module or not attribute:
         raise ValueError(f"`{where}` is {reference!r}; it must be 'module:attribute'")

@@ -1,6 +1,7 @@
-"""Requirements of this package, and those that are not to be had in this Python: all of them, in one message.
+"""Requirements of this package, and which of them this Python lacks: all of them, in one message.
 
-Uses the standard library alone. ``scripts/offline_kit.py`` asks the same table on a machine that lacks everything."""
+Uses the standard library alone. ``scripts/offline_kit.py`` asks the same table on a machine that lacks everything.
+"""
 
 from __future__ import annotations
 
@@ -39,26 +40,28 @@ OTHER_MODULES = {"math-verify": "math_verify", "pyyaml": "yaml"}
 
 
 def name_of(requirement: str) -> str:
-    """``trl`` of ``trl>=1.15,<1.17``."""
+    """Return a requirement's package: ``trl`` of ``trl>=1.15,<1.17``."""
     return re.split(r"[<>=!~;\[ ]", requirement, maxsplit=1)[0]
 
 
 def module_of(requirement: str) -> str:
-    """The module that is imported for it."""
+    """Return the module that is imported for a requirement."""
     name = name_of(requirement)
     return OTHER_MODULES.get(name, name)
 
 
 def absent(needed: Sequence[str] = NEEDED) -> dict[str, str]:
-    """Requirements of which no module is found → why, as ``failing`` says it. Imports nothing, and takes a
+    """Return requirements whose module is not found → why, as ``failing`` says it. Imports nothing, and takes a
     millisecond."""
     gone = [one for one in needed if module_of(one) not in sys.modules and find_spec(module_of(one)) is None]
     return dict.fromkeys(gone, NOT_INSTALLED)
 
 
 def failing(needed: Sequence[str] = NEEDED) -> dict[str, str]:
-    """Requirements that do not import → why: absent ones, and those that are there and raise. Imports all others,
-    which takes seconds: asked only once something has failed."""
+    """Return requirements that do not import → why: absent ones, and those that raise.
+
+    Imports all others, which takes seconds: call it only once something has failed.
+    """
     found = dict[str, str]()
     for requirement in needed:
         try:
@@ -69,7 +72,8 @@ def failing(needed: Sequence[str] = NEEDED) -> dict[str, str]:
 
 
 def described(error: BaseException, module: str = "") -> str:
-    """Say what was raised and in which file; ``not installed`` where ``module`` itself is missing."""
+    """Describe an error of an import: what was raised, and in which file; ``not installed`` if ``module`` itself is
+    missing."""
     if isinstance(error, ModuleNotFoundError) and error.name == module:
         return NOT_INSTALLED
     while error.__cause__ is not None:
@@ -79,7 +83,7 @@ def described(error: BaseException, module: str = "") -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The file of an extension that could not be loaded, else the last line of Python that ran."""
+    """Return the file of an extension that could not be loaded, else the last line of Python that ran."""
     extension = getattr(error, "path", None)
     if isinstance(extension, str) and extension not in str(error):
         return f", in {extension}"
@@ -94,7 +98,7 @@ def _place(error: BaseException) -> str:
 
 
 def in_words(found: Mapping[str, str]) -> str:
-    """Make one sentence that names them all, and how they are had."""
+    """Make one sentence that names all that is missing, and how to install it."""
     gone = [name_of(one) for one, why in found.items() if why == NOT_INSTALLED]
     half = [f"{name_of(one)} ({why})" for one, why in found.items() if why != NOT_INSTALLED]
     parts = []

@@ -1,8 +1,8 @@
-"""Settings with checked types (by pydantic), made of what a person wrote, and one sentence for what is wrong with it.
+"""Settings with types that pydantic checks, read from what a person wrote, and one sentence for each mistake in it.
 
 ``@settings()`` makes a frozen dataclass that checks its fields wherever it is made: by ``read`` from a mapping of a
-recipe, a configuration or a command line, or in Python. Field types that a plain ``int`` cannot say stand here, each
-with its words. ``typed`` reads numbers and switches for classes and functions that are not ours.
+recipe, a configuration or a command line, or in Python. Field types that say more than a plain ``int`` are defined
+here, each with its words. ``typed`` reads numbers and switches for classes and functions that are not ours.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from typing_extensions import dataclass_transform
 
 
 class UnknownSettingError(ValueError, TypeError):
-    """A key that no setting has. Both kinds of error, since Python calls a wrong keyword a ``TypeError``."""
+    """Error: a key that no setting has. It is also a ``TypeError``, as Python's error for a wrong keyword is."""
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"``, or nothing where no known name is near."""
+    """Return ``"; did you mean 'x'?"``, or nothing if no known name is near."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
@@ -47,20 +47,20 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def one_of(name: object, known: Iterable[str]) -> str:
-    """Make the words that follow a name that is none of ``known``: the nearest one, and all that are allowed."""
+    """Return the words that follow a name that is none of ``known``: the nearest one, and all that are allowed."""
     return f"{did_you_mean(name, known) or '.'} Allowed: {list(known)}"
 
 
 def no_such_setting(key: object, allowed: Iterable[str]) -> str:
-    """Make the words for an unknown key, without the place: the key, the nearest known one, up to 20 that are
+    """Return the words for an unknown key, without its place: the key, the nearest known one, and up to 20 that are
     allowed."""
     known = sorted(allowed)
     return f"has no setting {key!r}{one_of(key, known) if len(known) <= 20 else did_you_mean(key, known)}"
 
 
 def refuse_unknown(given: Iterable[str], allowed: Iterable[str], where: str, hint: str = "") -> None:
-    """``UnknownSettingError`` for those of ``given`` that are not ``allowed``. ``where`` names the place, ``hint``
-    says where else to look."""
+    """Raise ``UnknownSettingError`` for those of ``given`` that are not ``allowed``. ``where`` names the place,
+    ``hint`` says where else to look."""
     known = set(allowed)
     more = f" ({hint})" if hint else ""
     unknown = [key for key in given if key not in known]
@@ -69,7 +69,8 @@ def refuse_unknown(given: Iterable[str], allowed: Iterable[str], where: str, hin
 
 
 def all_of(mistakes: Sequence[Exception]) -> Exception:
-    """Several mistakes as one; a single one as it is, and one that is said twice once."""
+    """Combine several mistakes into one error. A single mistake is returned as it is; one that occurs twice is named
+    once."""
     said = dict.fromkeys(map(str, mistakes))
     if len(said) == 1:
         return mistakes[0]
@@ -82,8 +83,10 @@ def all_of(mistakes: Sequence[Exception]) -> Exception:
 def refuse_unknown_arguments(
     called: Callable[..., Any], given: Collection[str], where: str, beside: Collection[str] = ()
 ) -> list[inspect.Parameter]:
-    """``refuse_unknown`` by the signature of what will be called (nothing where it takes any keyword, or has none),
-    where ``beside`` may stand, too. Returns what can be given by name."""
+    """Call ``refuse_unknown`` for arguments that ``called`` does not take; those in ``beside`` are allowed, too.
+
+    Nothing is refused if it takes any keyword, or has no signature. Returns the parameters that can be given by name.
+    """
     try:
         found = list(inspect.signature(called).parameters.values())
     except (TypeError, ValueError):  # some built-ins have none
@@ -95,7 +98,8 @@ def refuse_unknown_arguments(
 
 
 def refuse_misfit(called: Callable[..., Any], given: Collection[str], where: str, beside: Collection[str] = ()) -> None:
-    """Do the same for what is called with nothing else: ``ValueError`` for an argument that is missing, too."""
+    """Do what ``refuse_unknown_arguments`` does, and raise ``ValueError`` for a required argument that is
+    missing, too."""
     for one in refuse_unknown_arguments(called, given, where, beside):
         if one.default is one.empty and one.name not in (*given, *beside):
             raise ValueError(f"{where} needs `{one.name}`, and has none")
@@ -105,7 +109,7 @@ T = TypeVar("T")
 
 
 def must_be(words: str) -> WrapValidator:
-    """Whatever is wrong with a value, the sentence says what it must be."""
+    """Return a pydantic validator: whatever is wrong with a value, the error says that it must be ``words``."""
 
     def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         with suppress(ValidationError):
@@ -116,7 +120,8 @@ def must_be(words: str) -> WrapValidator:
 
 
 def _as_number(value: Any) -> Any:
-    """A switch is no number, nor is NaN; ``"1e3"`` is one, though ``int`` does not read it."""
+    """Read text as a number, such as ``"1e3"``, which ``int`` does not read. Raises ValueError for a switch and for
+    NaN."""
     if isinstance(value, str) and not value.strip().lstrip("+-").isdecimal():
         value = float(value)
     if isinstance(value, bool) or value != value:
@@ -157,11 +162,12 @@ _COLLECTED: set[str] = set()
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type[T]], type[T]]:
-    """Class decorator: a frozen dataclass with checked fields that refuses unknown keys with the nearest match.
+    """Decorate a class: it becomes a frozen dataclass with checked fields, and refuses unknown keys with the nearest
+    match.
 
     Args:
-        bare: a value that is no mapping stands for ``{bare: value}``.
-        rest: field that collects the keys which are no fields, in place of refusing them.
+        bare: a value that is no mapping is read as ``{bare: value}``.
+        rest: field that collects the keys which are no fields, instead of refusing them.
     """
     if rest:
         _COLLECTED.add(rest)
@@ -201,14 +207,18 @@ def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type
 
 
 def read(kind: type[T], written: Any, where: str = "") -> T:
-    """``written`` as ``kind``, a class of ``@settings()``; ``where`` it stands (``"evaluation.data"``; empty at the top
-    of a recipe) is for messages. ``ValueError``: what was seen, what is allowed, which setting."""
+    """Read ``written`` as ``kind``, a class of ``@settings()``. ``where``: its place, for messages
+    (``"evaluation.data"``; empty at the top of a recipe).
+
+    Raises a ``ValueError`` that says what was seen, what is allowed, and which setting it is.
+    """
     with _in_our_words(where, "the recipe"):
         return TypeAdapter(kind).validate_python(written)
 
 
 def from_json(value: Any, where: str) -> Any:
-    """A mapping written as JSON, as command lines have it; anything else as is. ``ValueError``: half of one."""
+    """Return a mapping written as JSON, as on command lines; anything else as it is. Raises ``ValueError`` for broken
+    JSON."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -227,7 +237,7 @@ def from_json(value: Any, where: str) -> Any:
 
 @contextmanager
 def _in_our_words(where: str, root: str) -> Iterator[None]:
-    """Turn what pydantic finds into a ``ValueError``, a sentence each."""
+    """Context that turns what pydantic finds into a ``ValueError``, a sentence each."""
     try:
         yield
     except ValidationError as error:
@@ -273,11 +283,13 @@ _READERS: dict[type, tuple[TypeAdapter[Any], str]] = {
 
 
 def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") -> dict[str, Any]:
-    """``values`` with numbers and switches as ``kind`` (a dataclass, a class or a function) declares them.
+    """Return ``values`` with numbers and switches in the types that ``kind`` (a dataclass, a class or a function)
+    declares.
 
-    Text that is a number becomes one (``"1e-3"``), a float whole where a whole number is asked for (``1e3``). Names
+    Text that is a number becomes one (``"1e-3"``); a float becomes whole if a whole number is declared (``1e3``). Names
     that ``kind`` does not declare, and types that are no numbers, are left as they are. ``where``: the section, for
-    messages. ``ValueError``: text, a switch, a list where a number is asked for; a fraction where a whole one is.
+    messages. Raises ``ValueError`` for text, a switch or a list where a number is declared, and for a fraction where a
+    whole number is.
     """
     declared = hints_of(kind)
     prefix = f"{where}." if where else ""
@@ -294,7 +306,8 @@ def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") 
 
 
 def hints_of(kind: Callable[..., Any]) -> dict[str, Any]:
-    """Name → declared type of a dataclass's fields or a callable's parameters, as far as Python can resolve them."""
+    """Return name → declared type of a dataclass's fields or a callable's parameters, as far as Python can resolve
+    them."""
     plain_class = isinstance(kind, type) and not hasattr(kind, "__dataclass_fields__")
     annotated: Any = kind.__init__ if plain_class else kind  # type: ignore[misc]
     unresolved = (NameError, TypeError, AttributeError)
@@ -341,7 +354,7 @@ def _is_enum(kind: Any) -> bool:
 
 
 def _members(declared: Any) -> list[Any]:
-    """The members of a union; a single type alone."""
+    """Return the members of a union, or a single type alone."""
     if get_origin(declared) in (Union, types.UnionType):
         return [inner for member in get_args(declared) for inner in _members(member)]
     if declared is None:

@@ -1,4 +1,4 @@
-"""Handlers of signals, put in place and put back: the one way of this package outside the sandbox's own processes."""
+"""Installing signal handlers and restoring earlier ones, for all of this package but the sandbox's own processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ Handlers = dict[int, Any]
 
 
 def handle(handler: Callable[[int, Any], None], *numbers: int) -> Handlers:
-    """``handler`` for ``numbers``; gives those that were there before. Beside the main thread nothing is touched."""
+    """Install ``handler`` for the signals ``numbers``, and return the earlier handlers. In other threads than the main
+    one nothing is done."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}
 
 
 def put_back(before: Mapping[int, Any]) -> None:
-    """The handlers that ``handle`` gave; None, which was not put there by Python, becomes the system's own."""
+    """Restore the handlers that ``handle`` returned. None, which was not installed by Python, becomes the system's
+    default."""
     for number, handler in before.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,4 +1,4 @@
-"""Text of models, data and files, made fit to be shown: nothing in it acts, hides, or turns other text around."""
+"""Text of models, data and files, made safe to show: nothing in it acts, hides, or turns other text around."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ _PICTURES: dict[int, int | str] = {
 
 
 def visible(text: str) -> str:
-    """``text`` with invisible characters shown: control characters as their pictures (␀, ␛, …), and by number the ones
-    that reverse the writing direction or have no width; joiners, which emoji and some scripts need, stay. Half
-    surrogate pairs are replaced (``encodable``)."""
+    """Return ``text`` with invisible characters shown.
+
+    Control characters become their pictures (␀, ␛, …). Those that reverse the writing direction or have no width become
+    their number; joiners, which emoji and some scripts need, stay. Half surrogate pairs are replaced (``encodable``).
+    """
     shown: str = encodable(text.replace("\r\n", "\n")).translate(_PICTURES)
     return shown
 
 
 def encodable(value: Any) -> Any:
-    """``value``, its lists and mappings too, with half surrogate pairs (no UTF-8 file can hold them) as U+FFFD."""
+    """Return ``value``, its lists and mappings too, with half surrogate pairs (no UTF-8 file can
+    hold them) as U+FFFD."""
     if isinstance(value, str):
         if value.isascii() or _is_whole(value):
             return value
@@ -53,12 +56,12 @@ def _without_halves(text: str) -> str:
 
 
 class VisibleFormatter(logging.Formatter):
-    """A log's lines, fit for a terminal."""
+    """Formats log lines so that they are safe to show on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 def print_errors_visibly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of an error that nobody caught, fit for a terminal: ``sys.excepthook``."""
+    """Print the traceback of an error that nobody caught, made safe for a terminal: ``sys.excepthook``."""
     print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""Rewards → advantages. Pure torch; one rule a file. ``advantage_rule(name)`` finds one, ``RULES`` lists them."""
+"""Advantage rules, which turn rewards into advantages. Pure torch. ``advantage_rule(name)`` finds one; ``RULES`` and
+``TOKEN_RULES`` list them."""
 
 from __future__ import annotations
 
@@ -55,14 +56,16 @@ __all__ = [
 
 
 def advantage_rule(name: str, **parameters: Any) -> Any:
-    """The rule called ``name`` with the fields of its dataclass. ``ValueError`` for an unknown name or parameter."""
+    """Return the advantage rule called ``name``, built with ``parameters``, the fields of its dataclass. Raises
+    ValueError for an unknown name or parameter."""
     return registry.built(registry.found({**RULES, **TOKEN_RULES}, name, "advantage"), parameters, "advantage")
 
 
 def register_advantage(name: str, part: Any = None) -> Any:
-    """Make ``advantage: name`` mean ``part``: a function, or a dataclass whose fields are its knobs. Also a decorator.
+    """Register ``part`` under ``name``, so that ``advantage: name`` selects it. Also usable as a decorator.
 
-    ValueError: the name is another object's already, the part cannot be called, or its ``level`` is unknown.
+    ``part`` is a function, or a dataclass whose fields are its knobs. Raises ValueError if another object has the name
+    already, the part cannot be called, or its ``level`` is unknown.
     """
     if part is None:
         return lambda later: register_advantage(name, later)

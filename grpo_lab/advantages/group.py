@@ -1,6 +1,8 @@
-"""Row rules: group mean (Dr.GRPO), raw, best of the group, leave-one-out (RLOO), z-score (GRPO), batch z-score.
+"""Rules that give each completion one advantage: group mean (Dr.GRPO), raw, best of the group, leave-one-out (RLOO),
+z-score (GRPO), batch z-score.
 
-And the arithmetic that they share: the check at the door, NaN-aware mean and standard deviation, dead groups.
+Also what they share: the check of the rewards, NaN-aware mean and standard deviation, and the test for dead groups,
+whose rewards are all equal.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from torch import Tensor
 
 
 def by_group(rewards: Tensor, group_size: int) -> Tensor:
-    """``[N] -> [N/G, G]`` in float64 (in float32 rewards of 1 keep three digits of a KL penalty of 1e-4), checked."""
+    """Check rewards ``[N]`` and return them by group, ``[N/G, G]``, in float64.
+
+    In float32, a reward of 1 keeps only three digits of a KL penalty of 1e-4.
+    """
     if rewards.dim() != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a float tensor [N], got {tuple(rewards.shape)} {rewards.dtype}")
     if group_size < 1 or rewards.numel() % group_size:
@@ -26,23 +31,26 @@ def by_group(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def group_average(grouped: Tensor) -> Tensor:
-    """NaN-aware mean of each group, ``[N/G, 1]``. A dead group's mean is its common reward *exactly*.
+    """Return the mean of each group, ``[N/G, 1]``, leaving out NaN. A group of equal rewards gets *exactly* that
+    reward.
 
-    ``mean([0.1] * 6)`` rounds to something else: such rows, where the formula says 0, could not be skipped.
+    ``mean([0.1] * 6)`` is not exactly 0.1: such rows, whose advantage is 0 by the formula, could not be skipped.
     """
     first = grouped.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     return torch.where(is_dead(grouped).unsqueeze(1), first, grouped.nanmean(dim=1, keepdim=True))
 
 
 def is_dead(grouped: Tensor) -> Tensor:
-    """bool ``[N/G]``: all scorable rewards of the group are equal (or none is scorable): advantage 0 by formula."""
+    """Return bool ``[N/G]``: True if all rewards of the group that are not NaN are equal, or all are NaN. By the
+    formula its advantages are 0."""
     groups, size = grouped.shape
     number = torch.arange(groups, device=grouped.device).repeat_interleave(size)
     return has_equal(grouped.reshape(-1), number, groups)
 
 
 def has_equal(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """bool ``[groups]``: all values of the group that are no NaN are equal, or there is none. ``group``: of each."""
+    """Return bool ``[groups]``: True if all values of the group that are not NaN are equal, or there are none.
+    ``group`` holds the group number of each value."""
     high = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.nan_to_num(nan=-torch.inf), "amax")
     low = values.new_full((groups,), torch.inf).scatter_reduce(0, group, values.nan_to_num(nan=torch.inf), "amin")
     return high <= low
@@ -53,8 +61,11 @@ DEVIATIONS = {"population": 0, "sample": 1}
 
 
 def deviation(values: Tensor, dim: int, keepdim: bool = False, std: str = "sample") -> Tensor:
-    """NaN-aware standard deviation, with n − 1 as TRL's and the papers' code has it (0 of a single scorable value), or
-    with n (``population``): of these completions, not of what they came from."""
+    """Compute the standard deviation along ``dim``, leaving out NaN.
+
+    ``sample`` divides by n − 1, as TRL's and the papers' code does, and gives 0 for a single value; ``population``
+    divides by n.
+    """
     count = (~values.isnan()).sum(dim=dim, keepdim=True) - DEVIATIONS[std]
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
     found = (squares / count.clamp(min=1)).sqrt()
@@ -79,7 +90,7 @@ class StdNormalized:
 
 
 def scorable(advantages: Tensor, rewards: Tensor) -> Tensor:
-    """``[N]`` in the rewards' own type. Unscorable rows (NaN) carry no signal: advantage 0."""
+    """Flatten advantages to ``[N]`` in the type of ``rewards``. Rows that could not be scored (NaN) get 0."""
     return advantages.reshape(-1).nan_to_num(nan=0.0).to(rewards.dtype)
 
 

@@ -1,4 +1,5 @@
-"""Process supervision: every step of a completion has a score, every token gets what lies ahead of it."""
+"""Process supervision: each step of a completion has a score; each token gets the sum of the scores that lie ahead of
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from grpo_lab.batch import RewardTable
 
 @dataclass(frozen=True)
 class StepTable:
-    """Step scores of a generation batch over all ranks: S steps of N completions, in the order of both.
+    """Step scores of a generation batch over all ranks: S steps of N completions, ordered by completion, then by step.
 
     Args:
         row: long ``[S]``, the completion that a step belongs to, ascending.
@@ -57,12 +58,13 @@ class StepTable:
         )
 
     def local(self, rows: slice) -> StepTable:
-        """The steps of some neighbouring rows (a rank's own), rows counted from the first of them; groups of one."""
+        """Return the steps of a slice of rows, such as a rank's own. Rows are counted from the slice's first; groups
+        are of one."""
         mine = (self.row >= rows.start) & (self.row < rows.stop)
         return StepTable(self.row[mine] - rows.start, self.end[mine], self.score[mine], rows.stop - rows.start, 1)
 
     def picked(self, rows: Tensor) -> StepTable:
-        """The steps of some rows, in the order of ``rows`` (long ``[M]``, whole groups)."""
+        """Return the steps of the rows in ``rows`` (long ``[M]``, whole groups), in that order."""
         rows = rows.to(self.row.device)
         first = torch.searchsorted(self.row, rows)
         count = torch.searchsorted(self.row, rows, right=True) - first
@@ -73,7 +75,7 @@ class StepTable:
 
     @staticmethod
     def joined(tables: Sequence[StepTable]) -> StepTable:
-        """The rows of several tables, one table's after the other's."""
+        """Concatenate tables: the rows of one follow those of the table before."""
         starts = torch.tensor([0, *(table.rows for table in tables)]).cumsum(0).tolist()
         row = torch.cat([table.row + start for table, start in zip(tables, starts)])
         end, score = (torch.cat([getattr(table, name) for table in tables]) for name in ("end", "score"))
@@ -87,12 +89,12 @@ class Process(StdNormalized):
     Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). ε and ``std`` are those of ``group_zscore``:
     with one step a completion, ending at its last token, this is outcome GRPO to the last bit.
 
-    Two stages: ``normalised`` on the small ragged table of all ranks, ``spread`` on the tokens of this rank's rows.
-    Tokens after a row's last scored step, rows without one and steps that could not be scored get nothing; a group
-    whose steps all score alike is dead.
+    It works in two stages: ``normalised`` on the small table of all ranks, then ``spread`` onto the tokens of this
+    rank's rows. Tokens after a row's last scored step, rows without one and steps that could not be scored get 0. So
+    does a group whose steps all have the same score.
 
-    Called on a whole table, it is the mixture Â = Σ_c w_c · process(steps of column c) + z-score of the outcome within
-    the group, where the outcome is the weighted sum of all columns that hold no steps.
+    Called on a whole table, it returns the sum Â = Σ_c w_c · process(steps of column c) + z-score of the outcome within
+    the group. The outcome is the weighted sum of all columns that hold no steps.
     """
 
     level: ClassVar[str] = "token"
@@ -101,7 +103,8 @@ class Process(StdNormalized):
     penalises_outcome: ClassVar[bool] = True
 
     def __call__(self, table: RewardTable) -> Tensor:
-        """Advantages ``[B, T]`` (float64) of this rank's rows; ValueError for a table without them (``local``)."""
+        """Return advantages ``[B, T]`` (float64) of this rank's rows. Raises ValueError for a table without them
+        (``local``)."""
         if table.local is None:
             raise ValueError("`process` makes advantages per token and was called on a table without `local` rows")
         rows = table.local.rows
@@ -118,7 +121,7 @@ class Process(StdNormalized):
         return total
 
     def normalised(self, table: StepTable) -> StepTable:
-        """The table with r̃ in place of the scores; 0 where a step was unscorable."""
+        """Return the table with r̃ in place of the scores; 0 for a step that could not be scored."""
         group = table.row // table.group_size
         groups = table.rows // table.group_size
         first = torch.searchsorted(group, torch.arange(groups, device=group.device))
@@ -134,9 +137,9 @@ class Process(StdNormalized):
 
 
 def spread(steps: StepTable, width: int) -> Tensor:
-    """Reward-to-go on the tokens, ``[B, width]``: Σ of the scores of the row's steps that end at t or later.
+    """Return ``[B, width]``: at token t, the sum of the scores of the row's steps that end at t or later.
 
-    ValueError: a step ends beyond the width.
+    Raises ValueError if a step ends beyond the width.
     """
     if steps.end.numel() and not (int(steps.end.min()) >= 0 and int(steps.end.max()) < width):
         raise ValueError(
@@ -149,9 +152,9 @@ def spread(steps: StepTable, width: int) -> Tensor:
 
 
 def outcome_of(table: RewardTable) -> RewardTable | None:
-    """The table without the columns of step rewards; ``None`` where there is no other reward.
+    """Return the table without the columns of step rewards, or ``None`` if there is no other reward.
 
-    A row whose steps were scored and whose outcome was not has none: a penalty beside it does not make it one of 0.
+    A row that no other reward could score stays NaN: a penalty beside it does not make its reward 0.
     """
     columns = len(table.names)
     kept = [column for column in range(columns) if column not in table.steps]

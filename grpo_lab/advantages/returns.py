@@ -1,4 +1,5 @@
-"""Returns, what comes after a token: REINFORCE's, and generalised advantage estimation from a critic's values."""
+"""Rules from the rewards that follow a token: REINFORCE's return, and generalised advantage estimation from a critic's
+values."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def _check_share(name: str, value: float) -> None:
 def reward_to_go(values: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """G_t = Σ_{s ≥ t, s own} γ^{n(t,s)} · v_s, with n(t,s) own tokens from t (inclusive) to s (exclusive).
 
-    Own are the tokens that the policy made (``mask``): tool output and padding are no time steps and get 0. Computed by
-    doubling (after pass k a token holds its next 2ᵏ own tokens), in log₂ T passes.
+    Own tokens are those that the policy generated (``mask``). Tool output and padding are no time steps and get 0. The
+    sum is computed in log₂ T passes: after pass k a token holds the sum over its next 2ᵏ own tokens.
 
     Args:
         values: ``[B, T]``; read only where ``mask`` is True.
@@ -49,17 +50,18 @@ DELTAS = {name: rule for name, rule in RULES.items() if name != "batch_zscore"}
 
 @dataclass(frozen=True)
 class Returns:
-    """Â_{i,t} = Σ_{k ≥ t} γ^{n(t,k)} r_{i,k}: r_{i,k} is the delta of the reward on the last own token and 0 before.
+    """Â_{i,t} = Σ_{k ≥ t} γ^{n(t,k)} r_{i,k}, where r_{i,k} is Δ_i on the last own token and 0 before it.
 
-    n(t,k) counts as in ``reward_to_go``: Â_{i,t} = γ^{own tokens after t} · Δ_i; with γ = 1 ``delta`` on every token.
+    Δ_i is what ``delta`` makes of the completion's reward; n(t,k) counts own tokens as in ``reward_to_go``. So Â_{i,t}
+    = γ^{own tokens after t} · Δ_i; with γ = 1 every token gets Δ_i.
 
-    Source: Williams 1992; the return and the deltas: CS336 lecture 17. With γ < 1 and a centred delta what is taken off
-    depends on how long the completion still goes on: it is no baseline then but a part of the reward
+    Source: Williams 1992; the return and the deltas: CS336 lecture 17. With γ < 1 and a centred delta, what is
+    subtracted depends on how long the completion still goes on. It is then no baseline but a part of the reward
     (docs/algorithms/reinforce.md); ``raw`` is unbiased.
 
     Args:
         gamma: γ in [0, 1], per own token.
-        delta: what becomes of a group's rewards: ``raw``, ``group_mean``, ``group_zscore``, ``leave_one_out``,
+        delta: how Δ is made of a group's rewards: ``raw``, ``group_mean``, ``group_zscore``, ``leave_one_out``,
             ``group_max``.
     """
 
@@ -73,7 +75,8 @@ class Returns:
             raise ValueError(f"`advantage.delta` is {self.delta!r}; it must be one of {tuple(DELTAS)}")
 
     def __call__(self, table: RewardTable) -> Tensor:
-        """Advantages ``[B, T]`` (float64) of this rank's rows; ValueError for a table without them (``local``)."""
+        """Return advantages ``[B, T]`` (float64) of this rank's rows. Raises ValueError for a table without them
+        (``local``)."""
         if table.local is None:
             raise ValueError("`returns` makes advantages per token and was called on a table without `local` rows")
         mask = table.local.mask
@@ -90,7 +93,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
         δ_t = r_t + γ·V_{t⁺} − V_t        Â_t = Σ_{s ≥ t} (γλ)^{n(t,s)} δ_s        R_t = Â_t + V_t
 
     t⁺ is the next own token, and n(t,s) counts as in ``reward_to_go``. After the last one the value is 0: a completion
-    is an episode, also one that was cut. λ = 1 and V = 0 give the reward-to-go; λ = 0 the one-step error δ.
+    is an episode, even if it was truncated. λ = 1 and V = 0 give the reward-to-go; λ = 0 the one-step error δ.
 
     Args:
         rewards: ``[B, T]``, read only where ``mask`` is True.
@@ -121,7 +124,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
 
 @dataclass(frozen=True)
 class GAE:
-    """``gae`` as a rule of level ``token``: what a critic's values make of the rewards of this rank's tokens.
+    """``gae`` as a rule of level ``token``: advantages from the rewards of this rank's tokens and a critic's values.
 
     Reads ``table.local.rewards`` and ``table.local.values``, which a trainer with a critic (``value``) puts there.
     Whitening is the trainer's: it takes the tokens of all ranks.
@@ -152,5 +155,5 @@ class GAE:
 
 
 def reads_values(rule: object) -> bool:
-    """Return whether the rule makes advantages of a critic's values."""
+    """Return whether the rule computes advantages from a critic's values."""
     return bool(getattr(rule, "reads_values", False))

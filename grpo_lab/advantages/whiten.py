@@ -1,12 +1,14 @@
-"""Whitening over the real tokens of all ranks: each makes its moments, these are joined, and each whitens its own.
+"""Whitening over the unmasked tokens of all ranks: each rank computes moments, these are joined, and each whitens its
+rows.
 
-Whether a rule makes one advantage a completion or one a token: an attribute of the rule, never its type.
+The attribute ``level`` of a rule, never its type, says whether it makes one advantage per completion or per token:
 
     level = "row"      (default)  rule(rewards [N], group_size) -> [N], on the rewards of all ranks
     level = "token"               rule(table) -> [B, T], for this rank's rows (``table.local``); finite
 
-A rule of level ``token`` works in two stages: statistics on the table of all ranks, which is small and the same
-everywhere; then spread on ``table.local``, so that ``[N, T]`` exists nowhere. Tokens without loss are not read.
+A rule of level ``token`` works in two stages. It computes statistics on the table of all ranks, which is small and the
+same everywhere. It then spreads them over ``table.local``, so that no tensor ``[N, T]`` exists. Tokens without loss are
+not read.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and variance (over the count: of these tokens, not of what they were drawn from)."""
+    """Count, mean and variance of tokens. The variance divides by the count n, not by n − 1."""
 
     count: float
     mean: float
@@ -34,8 +36,8 @@ class Moments:
 
     @staticmethod
     def joined(parts: Tensor) -> Moments:
-        """Join the moments of parts, ``masked_moments`` of each, ``[R, 3]``, into those of the union. Parts without a
-        token count nothing.
+        """Join the moments of several parts, ``[R, 3]`` (``masked_moments`` of each), into those of their union. Parts
+        without a token count nothing.
 
         M2 = Σ_r M2_r + Σ_r n_r (m_r − m)²: no difference of two large sums (Chan, Golub, LeVeque 1979).
         """
@@ -49,7 +51,7 @@ class Moments:
 
 
 def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
-    """float64 ``[3]``: number of tokens, their mean, and the sum of their squared distances from it.
+    """Return float64 ``[3]``: the number of tokens, their mean, and the sum of their squared distances from it.
 
     Args:
         values: ``[B, T]``, read only where ``mask`` is True.
@@ -62,7 +64,7 @@ def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, moments: Moments, shift_mean: bool = True) -> Tensor:
-    """``(x − mean)/√(variance + 1e-8)``, and ``+ mean`` where the mean is not to be shifted; 0 where ``mask`` is False.
+    """Return ``(x − mean)/√(variance + 1e-8)``, ``+ mean`` if ``shift_mean`` is False; 0 where ``mask`` is False.
 
     Args:
         values: ``[B, T]``.
@@ -80,7 +82,7 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 def level_of(rule: Any) -> str:
-    """``row`` or ``token``. Raises ``ValueError`` for another level."""
+    """Return the rule's level, ``row`` or ``token``. Raises ``ValueError`` for another one."""
     level = str(getattr(rule, "level", "row"))
     if level not in LEVELS:
         raise ValueError(f"an advantage rule's `level` is {level!r}; it must be one of {LEVELS} (`advantage`)")
@@ -88,11 +90,12 @@ def level_of(rule: Any) -> str:
 
 
 def reads_steps(rule: Any) -> bool:
-    """Return whether the rule makes advantages of step scores (``table.steps``): then a run needs a step reward."""
+    """Return whether the rule computes advantages from step scores (``table.steps``). If so, a run
+    needs a step reward."""
     return bool(getattr(rule, "reads_steps", False))
 
 
 def token_rule(rule: Rule) -> Rule:
-    """Decorator: ``f(table) -> [B, T]`` is a rule of level ``token``."""
+    """Decorate a function ``f(table) -> [B, T]`` as a rule of level ``token``."""
     rule.level = "token"  # type: ignore[attr-defined]
     return rule

@@ -1,7 +1,8 @@
-"""Per-token losses → one scalar. All but ``local_token_mean``, which is defined otherwise, divide by counts that the
-trainer made over the whole optimizer step and all ranks (``Denominators``).
+"""Aggregations: per-token losses → one scalar.
 
-Each is a plain sum over tokens times constants: the gradient does not depend on how rows were cut into micro-batches.
+All but ``local_token_mean`` divide by counts that the trainer made over the whole optimizer step and all ranks
+(``Denominators``). They are plain sums over tokens times constants, so the gradient does not depend on how rows were
+cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor
 def local_token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
     """Token mean of each micro-batch, averaged over micro-batches; TRL's ``bnpo``.
 
-    Depends on how rows are cut into micro-batches *by definition*, so it is never re-binned.
+    *By definition* it depends on how rows are cut into micro-batches, so the exact update leaves them as TRL cut them.
     """
     return masked_sum(loss, mask) / mask.sum().clamp(min=1) / denominators.micro_batches
 
@@ -63,7 +64,7 @@ def fixed_budget(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tens
 
 
 def sequence_sum(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """1/rows Σ_i Σ_t loss: the mean over completions of whole-response sums (a long response weighs as its tokens do).
+    """1/rows Σ_i Σ_t loss: the mean over completions of their summed losses, so a longer response weighs more.
 
     Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2, eq. 3). ``fixed_budget`` without the constant budget.
     """
@@ -89,15 +90,16 @@ LITERALS: dict[Aggregation, Callable[[Rows, Denominators], float]] = {
 
 
 def aggregation(name: str, **knobs: Any) -> Aggregation:
-    """The aggregation called ``name``, with its knobs where it is a dataclass."""
+    """Return the aggregation called ``name``, built with its knobs if it is a dataclass."""
     made: Aggregation = registry.built(registry.found(AGGREGATIONS, name, "aggregation"), knobs, "aggregation")
     return made
 
 
 def register_aggregation(name: str, part: Any = None) -> Any:
-    """Make ``aggregation: name`` mean ``part``: a function, or a dataclass whose fields are its knobs; or a decorator.
+    """Register ``part`` under ``name``, so that ``aggregation: name`` selects it. Also usable as a decorator.
 
-    ValueError: the name is another object's already, or the part cannot be called.
+    ``part`` is a function, or a dataclass whose fields are its knobs. Raises ValueError if another object has the name
+    already, or the part cannot be called.
     """
     if part is None:
         return lambda later: register_aggregation(name, later)

@@ -1,9 +1,10 @@
-"""Surrogates of the ratio: PPO's clip, with separate ends and DAPO/INTELLECT's two-sided bound; without a clip; CISPO's
-clipped weight; REINFORCE. And `LiteralRow`, what every surrogate's formula over single floats reads.
+"""Surrogates: PPO's clip, with separate ends and an upper bound (DAPO, INTELLECT-2); no clip; CISPO's clipped weight;
+REINFORCE.
 
-The start-up proof compares the loss in force with such a formula. A surrogate brings its own as a method ``literal(row,
-t) -> float``, an aggregation class as ``literal(rows, denominators) -> float``; each counts only for the very class
-that defines it (a subclass may change the tensors). Without one nothing is compared.
+Also `LiteralRow`, the input of a surrogate's formula over single floats. At start-up the loss in force is compared with
+such a formula. A surrogate brings its own as a method ``literal(row, t) -> float``, an aggregation class as
+``literal(rows, denominators) -> float``. Each counts only for the very class that defines it (a subclass may change the
+tensors). Without one nothing is compared.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from grpo_lab.batch import TokenBatch, earlier_name
 @earlier_name("old_logps", "proximal_logps")
 @dataclass(frozen=True)
 class LiteralRow:
-    """The tokens of one completion that carry loss, in order.
+    """One completion as plain floats: its tokens that carry loss, in order.
 
     Args:
         logps: log-probs in nats, one a token.
-        proximal_logps: those of the policy at the start of the batch's updates, which the ratio is taken against.
+        proximal_logps: log-probs of the policy at the start of the batch's updates, the ratio's denominator.
         log_ratios: log of the importance ratio at the objective's level, one a token.
-        advantage: of the completion.
+        advantage: the completion's.
     """
 
     logps: list[float]
@@ -78,7 +79,8 @@ class Clipped:
         return -torch.min(bounded * batch.advantages, clipped * batch.advantages)
 
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Share of tokens (rows, for a sequence ratio) whose gradient the clip cut off; bool ``[B, T]`` or ``[B, 1]``.
+        """Return for the log which tokens (rows, for a sequence ratio) lost their gradient to the clip: bool ``[B, T]``
+        or ``[B, 1]``.
 
         The first three are TRL's, which count nothing of what δ cuts off.
         """
@@ -91,7 +93,7 @@ class Clipped:
         return found
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """The formula over single floats."""
+        """Compute the loss of token ``t`` with plain floats."""
         ratio = math.exp(row.log_ratios[t])
         clipped = min(max(ratio, 1 - self.epsilon), 1 + self.high)
         if self.delta is None:
@@ -112,7 +114,7 @@ class Unclipped:
         return -batch.ratio * batch.advantages
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """The formula over single floats."""
+        """Compute the loss of token ``t`` with plain floats."""
         return -math.exp(row.log_ratios[t]) * row.advantage
 
 
@@ -138,7 +140,7 @@ class DetachedWeight:
 
     @property
     def bound(self) -> float:
-        """The largest weight."""
+        """The upper bound of the weight."""
         if self.epsilon_high is None:
             return self.epsilon
         return self.epsilon_high
@@ -148,11 +150,12 @@ class DetachedWeight:
         return -weight * batch.advantages * batch.logps
 
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Tokens of positive advantage whose weight was cut, bool ``[B, T]`` or ``[B, 1]``."""
+        """Return which tokens of positive advantage had their weight cut to the bound, bool ``[B,
+        T]`` or ``[B, 1]``."""
         return {"cispo_clip_ratio": (batch.ratio > self.bound) & (batch.advantages > 0)}
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """The formula over single floats."""
+        """Compute the loss of token ``t`` with plain floats."""
         return -min(math.exp(row.log_ratios[t]), self.bound) * row.advantage * row.logps[t]
 
 
@@ -171,5 +174,5 @@ class Reinforce:
         return -batch.advantages * batch.logps
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """The formula over single floats."""
+        """Compute the loss of token ``t`` with plain floats."""
         return -row.advantage * row.logps[t]

@@ -13,7 +13,7 @@ k3     eˣ − x − 1    unbiased, ≥ 0                         *forward* KL(�
 "Of each next token": the prefixes are held fixed, so a token is not charged for the divergence that it leads to later.
 *In the reward* (no gradient through the estimate) k1, summed over the completion, gives the gradient of the KL of whole
 completions exactly; so does k1 per token, where token t pays for t and what comes after it, with less noise.
-``k1_clamped`` = max(k1, 0) never pays for a token that the reference likes better; it overstates the KL: reward only.
+``k1_clamped`` = max(k1, 0) is 0 at a token that the reference prefers; it overstates the KL and is for the reward only.
 TRL's default (``use_bias_correction_kl``: ρ·k3 with ρ not detached) has on-policy exactly the gradient of k2.
 
 Sources: Schulman, "Approximating KL divergence" (2020); "Rethinking KL regularization in RLHF" (arXiv 2510.01555); per
@@ -59,7 +59,7 @@ def k1_clamped(log_policy: Tensor, log_reference: Tensor) -> Tensor:
 
 
 def _weighted_k3(log_ratio: Tensor, log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """ρ·k3; where eˣ alone would overflow as e^(log ρ + x) − ρ·(x + 1), which need not."""
+    """Compute ρ·k3. Where eˣ alone would overflow, use e^(log ρ + x) − ρ·(x + 1), which need not overflow."""
     x = log_reference - log_policy
     ratio = log_ratio.exp()
     far = x > MAX_LOG_RATIO
@@ -78,16 +78,18 @@ RATE = 0.1
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """β_{t+1} = β_t · (1 + K·e_t),  e_t = clip((KL_t − target)/target, −0.2, 0.2): the KL too large, β grows.
+    """A controller of β: β_{t+1} = β_t · (1 + K·e_t),  e_t = clip((KL_t − target)/target, −0.2, 0.2). β grows if the KL
+    is too large.
 
-    Source: Ziegler et al. (arXiv 1909.08593, section 2.2), K = 0.1: by 2% a generation batch at the most. TRL's old PPO
-    (up to 0.11) and verl have K = n/horizon with n completions a generation batch, so that as many completions do as
-    much, however they are cut into batches.
+    Source: Ziegler et al. (arXiv 1909.08593, section 2.2), K = 0.1: β changes by at most 2% a generation batch. TRL's
+    old PPO (up to 0.11) and verl have K = n/horizon with n completions a generation batch. Then the same number of
+    completions has the same effect, however they are cut into batches.
 
     Args:
-        target: the KL to hold, nats a completion: mean over these of Σ_t (log π − log π_ref) of its own tokens.
-        rate: K; ``None``: 0.1, or by ``horizon``.
-        horizon: completions over which β follows an error of 1; ``None``: by ``rate``.
+        target: the KL to hold, in nats per completion: the mean over completions of Σ_t (log π − log π_ref) of own
+            tokens.
+        rate: K; ``None``: 0.1, or n/``horizon`` if that is given.
+        horizon: completions over which β follows an error of 1; ``None``: K is ``rate``.
     """
 
     target: float
@@ -106,7 +108,8 @@ class AdaptiveKL:
             raise ValueError(f"`kl.rate` is {self.rate}; it must be < {most}, or β could become 0 or less")
 
     def rate_of(self, completions: int) -> float:
-        """K for a generation batch of so many completions; ValueError where one batch could take β to 0 or below."""
+        """Return K for a generation batch of so many completions. Raises ValueError if one batch could take β to 0 or
+        below."""
         if self.horizon is None:
             if self.rate is None:
                 return RATE
@@ -120,12 +123,12 @@ class AdaptiveKL:
         return rate
 
     def following(self, coefficient: float, measured: float, completions: int) -> float:
-        """β of the next generation batch; ValueError for a KL that is no number.
+        """Return β for the next generation batch. Raises ValueError if the KL is not finite.
 
         Args:
-            coefficient: β that the batch was charged with.
-            measured: its KL, nats a completion; may be negative, being an estimate.
-            completions: how many it had, over all ranks.
+            coefficient: β that this batch was charged with.
+            measured: its KL in nats per completion; may be negative, being an estimate.
+            completions: its completions, over all ranks.
         """
         if not math.isfinite(measured):
             raise ValueError(f"the measured KL is {measured}; `kl.target` cannot follow it")
@@ -135,12 +138,13 @@ class AdaptiveKL:
 
 @dataclass(frozen=True)
 class KLTerm:
-    """β·KL as one of three estimators, in the loss or in the reward.
+    """A term β·KL by one of the estimators, in the loss or in the reward.
 
     Args:
-        coefficient: β ≥ 0; with ``control`` the one to start from.
+        coefficient: β ≥ 0; with ``control`` the first β.
         estimator: ``k1``, ``k2`` or ``k3``; in the reward also ``k1_clamped``.
-        placement: ``"loss"`` adds β·k per token to the loss; ``"reward"`` takes it from the reward, without gradient.
+        placement: ``"loss"`` adds β·k per token to the loss; ``"reward"`` subtracts it from the reward, without
+            gradient.
         ratio_weighted: in the loss only: multiply by the importance ratio, not detached (TRL's
             ``use_bias_correction_kl``; DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
         per: in the reward only. ``"sequence"``: β·Σ_t k is subtracted from the completion's reward, before the
@@ -182,7 +186,8 @@ class KLTerm:
             )
 
     def in_loss(self, batch: TokenBatch) -> Tensor:
-        """Per-token estimate ``[B, T]`` in nats, with its gradient; to be multiplied by ``coefficient``."""
+        """Return the per-token estimate ``[B, T]`` in nats, with its gradient. The caller multiplies it by
+        ``coefficient``."""
         log_policy, log_reference = self._log_probs(batch.logps, batch.ref_logps, batch.mask)
         if self.ratio_weighted and self.estimator == "k3":
             return _weighted_k3(batch.log_ratio, log_policy, log_reference)
@@ -192,11 +197,12 @@ class KLTerm:
         return estimate
 
     def in_reward(self, old_logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
-        """Σ_t of the estimate over each completion, nats, ``[B]``, no gradient; to be multiplied by ``coefficient``."""
+        """Return Σ_t of the estimate over each completion, ``[B]`` in nats, without gradient. The caller multiplies it
+        by ``coefficient``."""
         return masked_sum(self.of_tokens(old_logps, ref_logps, mask), mask, dim=-1)
 
     def of_tokens(self, old_logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
-        """The estimate at each token, nats, ``[B, T]``, 0 where ``mask`` is False, no gradient."""
+        """Return the estimate at each token, ``[B, T]`` in nats, 0 where ``mask`` is False, without gradient."""
         log_policy, log_reference = self._log_probs(old_logps.detach(), ref_logps, mask)
         return safe(_ESTIMATES[self.estimator](log_policy, log_reference), mask)
 

@@ -19,10 +19,12 @@ class MirrorDescent:
     Summed over the tokens of a response y this is −Â·log π(y) + (τ/2)·(log π(y) − log π_i(y))², with gradient −Â·∇log
     π(y) + (τ/2)·∇(log π(y)/π_i(y))². Â = r − r̄ within the group (r̄ stands for τ·log Z), no standard deviation, no
     clipping. π_i (``proximal_logps``) is the policy before the first update on the responses: the reference becomes the
-    current policy with every generation batch. Where an older policy sampled them, that is the sampler's correction.
+    current policy with every generation batch. If an older policy sampled them, the sampler correction accounts for
+    that.
 
-    Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2, eq. 3). Open there, ours: τ = 0.1; the mean over the responses
-    of the step (``sequence_sum``); a sampler correction of the whole response multiplies both terms.
+    Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2, eq. 3). The paper leaves three things open. Our choices: τ =
+    0.1; the mean over the responses of the step (``sequence_sum``); a sampler correction of the whole response
+    multiplies both terms.
 
     τ · R acts on responses whose advantage is 0, too, so no row may be left out of the update. With a single update per
     generation batch R = 0: then this is −Â·log π(y), whatever τ.
@@ -50,6 +52,6 @@ class MirrorDescent:
         return -batch.advantages * batch.logps + 0.5 * self.tau * response * moved
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """The formula over single floats."""
+        """Compute the loss of token ``t`` with plain floats."""
         moved = [new - old for new, old in zip(row.logps, row.proximal_logps, strict=True)]
         return -row.advantage * row.logps[t] + self.tau / 2 * sum(moved) * moved[t]

@@ -1,4 +1,4 @@
-"""An objective: ratio level, surrogate, KL term and aggregation, put together in the one order that is right."""
+"""An objective: ratio level, surrogate, KL term and aggregation, combined into one loss."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ What else a surrogate may say of itself, as class attributes or methods, and wha
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective: how tokens are pushed and averaged, once their advantages are known.
+    """One objective: how a loss is computed once the advantages are known.
 
     loss = aggregate( w · surrogate(ρ, Â, log π) + β·KL ), with w the sampler correction.
 
-    The KL term is not multiplied by w: it pulls on every token, also of a dropped completion (as in TRL).
+    The KL term is not multiplied by w: as in TRL it acts on every token, even of a completion that the correction
+    drops.
     """
 
     name: str
@@ -44,12 +45,12 @@ class Objective:
 
     @property
     def local_denominator(self) -> bool:
-        """Return whether the aggregation divides by what is in the local micro-batch, by definition."""
+        """Return whether the aggregation divides by counts of the local micro-batch, by definition."""
         return bool(getattr(self.aggregate, "local_denominator", False))
 
     @property
     def whole_response(self) -> bool:
-        """Return whether the surrogate is about responses as a whole."""
+        """Return whether the surrogate's loss is defined for whole responses."""
         return bool(getattr(self.surrogate, "whole_response", False))
 
     @property
@@ -65,9 +66,9 @@ class Objective:
         return None
 
     def token_loss(self, batch: TokenBatch) -> Tensor:
-        """Per-token loss ``[B, T]``, 0 (with zero gradient) where masked, whatever the inputs hold there.
+        """Return the per-token loss ``[B, T]``. Masked tokens have loss and gradient 0, whatever the inputs hold there.
 
-        ValueError: the surrogate returned something else than ``[B, T]`` or ``[B, 1]``.
+        Raises ValueError if the surrogate returned something else than ``[B, T]`` or ``[B, 1]``.
         """
         batch = _safe_inputs(batch)
         whose = f"the surrogate {registry.address(self.surrogate)}"
@@ -79,13 +80,14 @@ class Objective:
         return safe(loss, batch.mask)
 
     def loss(self, batch: TokenBatch, denominators: Denominators) -> Tensor:
-        """The scalar whose gradients, summed over micro-batches and averaged over ranks, are the step's gradient."""
+        """Return the scalar loss. Its gradients, summed over micro-batches and averaged over ranks, are the step's
+        gradient."""
         return self.aggregate(self.token_loss(batch), batch.mask, denominators)
 
     @torch.no_grad()
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return what the surrogate reports for the log, ``[B, T]`` or ``[B, 1]``; of a product also the rows that are
-        held."""
+        """Return what the surrogate reports for the log, ``[B, T]`` or ``[B, 1]``. For the ratio ``product`` also the
+        rows whose ratio is held at its bound."""
         report = getattr(self.surrogate, "diagnostics", None)
         values: dict[str, Tensor] = {} if report is None else report(batch)
         if self.ratio == "product":
@@ -95,8 +97,11 @@ class Objective:
 
 
 def checked_token_loss(found: Any, mask: Tensor, whose: str) -> Tensor:
-    """``found`` where it is a loss per token ``[B, T]`` or per row ``[B, 1]``; ValueError, naming ``whose`` function
-    returned it, for another shape, which may broadcast to a wrong loss."""
+    """Return ``found`` if it is a loss per token ``[B, T]`` or per row ``[B, 1]``.
+
+    Raises ValueError for another shape, which may broadcast to a wrong loss; ``whose`` names the function in the
+    message.
+    """
     rows, tokens = mask.shape
     if isinstance(found, Tensor) and tuple(found.shape) in ((rows, tokens), (rows, 1)):
         return found
@@ -107,7 +112,8 @@ def checked_token_loss(found: Any, mask: Tensor, whose: str) -> Tensor:
 
 
 def checked_scalar(found: Any, whose: str) -> Tensor:
-    """``found`` where it is a tensor without dimensions; else ValueError naming ``whose`` function returned it."""
+    """Return ``found`` if it is a tensor without dimensions; else raise a ValueError that names the function,
+    ``whose``."""
     if isinstance(found, Tensor) and found.dim() == 0:
         return found
     needed = "a tensor without dimensions: the loss, summed up"
@@ -121,8 +127,11 @@ def _seen(found: Any) -> str:
 
 
 def _safe_inputs(batch: TokenBatch) -> TokenBatch:
-    """0 at the masked positions of every ``[B, T]`` input: with a NaN there, selecting the loss is not enough (the
-    backward forms 0 · NaN, and a sequence-level ratio would spread that over the whole row)."""
+    """Set every ``[B, T]`` input to 0 at masked positions.
+
+    Selecting the loss is not enough if one is NaN there: the backward forms 0 · NaN, and a sequence-level ratio would
+    spread that over the whole row.
+    """
     names = ("logps", "proximal_logps", "log_ratio", "advantages", "ref_logps", "entropies", "sampler_weights")
     inputs: dict[str, Any] = {name: getattr(batch, name) for name in names}
     whole: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""Named points in advantage × ratio × surrogate × aggregation. A new paper is one row here.
+"""Presets of objectives: each names an advantage rule, a ratio level, a surrogate and an aggregation. A new paper is
+one row here.
 
 Numbers that a user tunes (ε, δ, β) are not part of a row: they are the fields of the surrogate's dataclass, and come
 from TRL's own settings (``epsilon``, ``epsilon_high``, ``delta``, ``beta``) or from the ``objective`` mapping.
@@ -20,12 +21,12 @@ from grpo_lab.settings import did_you_mean
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the menu: names of the parts, where it comes from, and what the authors set (``paper``, for
+    """A row of the table of objectives: the names of its parts, its source, and what the authors set (``paper``, for
     ``--dry-run``).
 
     Args:
-        knobs: of the advantage rule, where they differ from its defaults.
-        plain_k3: ``beta`` alone means k3 as it is, not weighted by the ratio (TRL's ``use_bias_correction_kl``).
+        knobs: settings of the advantage rule that differ from its defaults.
+        plain_k3: if ``beta`` alone is set, k3 is not weighted by the ratio (TRL's ``use_bias_correction_kl``).
     """
 
     advantage: str
@@ -39,7 +40,7 @@ class Preset:
 
     @property
     def rule(self) -> str | dict[str, float | str]:
-        """The advantage rule as a setting names it: its name, or a mapping with its knobs."""
+        """The advantage rule as the setting ``advantage`` writes it: its name, or a mapping with its knobs."""
         if self.knobs:
             return {"name": self.advantage, **self.knobs}
         return self.advantage
@@ -108,7 +109,7 @@ RESERVED = ("name", "advantage", "ratio", "surrogate", "aggregation")
 
 
 def preset(name: str) -> Preset:
-    """The row called ``name``."""
+    """Return the preset called ``name``. Raises ValueError if there is none."""
     if name not in PRESETS:
         raise ValueError(
             f"`objective` is {name!r}; it must be one of {sorted(PRESETS)}, or 'module:name' of one that a module of "
@@ -118,13 +119,13 @@ def preset(name: str) -> Preset:
 
 
 def surrogate(name: str, **knobs: Any) -> Surrogate:
-    """The surrogate called ``name`` with its knobs, the fields of its dataclass."""
+    """Return the surrogate called ``name``, built with its knobs, the fields of its dataclass."""
     made: Surrogate = registry.built(registry.found(SURROGATES, name, "surrogate"), knobs, "surrogate")
     return made
 
 
 def is_ours(part: Any) -> bool:
-    """Return whether a surrogate or aggregation in force is one of this package's, and not a team's."""
+    """Return whether a surrogate or aggregation belongs to this package, and not to a team."""
     return any(part is one or type(part) is one for one in _OURS)
 
 
@@ -138,18 +139,19 @@ def register_objective(
     source: str = "",
     paper: Mapping[str, float | str] | None = None,
 ) -> Any:
-    """Make ``objective: name`` mean the surrogate ``part``, which is returned, with these around it; or a decorator.
+    """Register ``part`` as the surrogate of a new objective, which ``objective: name`` selects. Returns ``part``; also
+    usable as a decorator.
 
     Args:
         part: a dataclass whose fields are its knobs (``objective: {name: …, <knob>: …}``), a function, or the name of a
-            surrogate. What is new becomes a surrogate of this name, too.
-        advantage: as in ``objective``; GRPO's where nothing is said.
-        aggregation: likewise.
-        ratio: likewise.
-        source: for ``--dry-run`` and the model card.
-        paper: the authors' constants, likewise.
+            surrogate. Unless it is a name, it also becomes a surrogate called ``name``.
+        advantage: name of the advantage rule (default: GRPO's).
+        aggregation: name of the aggregation (default: GRPO's).
+        ratio: level of the importance ratio (default: GRPO's).
+        source: where it is from, for ``--dry-run`` and the model card.
+        paper: the authors' constants, shown there too.
 
-    ValueError: the name is another's already, the part cannot be called, or has a field of a name in ``RESERVED``.
+    Raises ValueError if another has the name already, the part cannot be called, or a field has a name in ``RESERVED``.
     """
     if part is None:
         return lambda later: register_objective(

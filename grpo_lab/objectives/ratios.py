@@ -1,6 +1,6 @@
 """Importance ratios: of the policy against its older self, and of the trainer against the sampler.
 
-All of it lives in log space until the last moment, in float32 or wider.
+All are kept as logarithms until the last moment, in float32 or wider.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def sequence_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor
 def sequence_token_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
     """log s_{i,t} = sg[log s_i] + log π(y_t) − sg[log π(y_t)], ``[B, T]``; 0 where masked.
 
-    GSPO-token (arXiv 2507.18071, eq. 14): worth the whole response's ratio everywhere, with each token's own gradient,
-    so that tokens may have advantages of their own. With one advantage for a row it is GSPO, value and gradient.
+    GSPO-token (arXiv 2507.18071, eq. 14): the value is the whole response's ratio, the gradient each token's own, so
+    tokens may have different advantages. With one advantage for a row, value and gradient are those of GSPO.
     """
     own = safe(logps - logps.detach(), mask)  # 0, with the gradient of logps
     return safe(sequence_log_ratio(logps.detach(), old_logps, mask) + own, mask)
@@ -41,8 +41,8 @@ def sequence_token_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> 
 def product_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
     """log Π_t ρ_t = Σ_t log ρ_t, ``[B, 1]``: the plain importance weight of a response, not normalised by its length.
 
-    Held at ``MAX_LOG_PRODUCT``, from where on the response has no gradient through it: beyond, its
-    exponential would soon be no number. Downwards nothing is held: e^−∞ is 0.
+    Clamped at ``MAX_LOG_PRODUCT``, since its exponential would soon overflow; a clamped response has no gradient
+    through it. There is no lower clamp: e^−∞ is 0.
     """
     return masked_sum(logps - old_logps, mask, dim=-1).clamp(max=MAX_LOG_PRODUCT).unsqueeze(-1)
 
@@ -56,14 +56,15 @@ _LEVELS = {
 
 
 def log_ratio(level: str, logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
-    """The log-ratio at ``level``: ``[B, T]``, for ``sequence`` and ``product`` ``[B, 1]``."""
+    """Return the log-ratio at ``level``: ``[B, T]``, or ``[B, 1]`` for ``sequence`` and ``product``."""
     if level not in _LEVELS:
         raise ValueError(f"`ratio` is {level!r}; it must be one of {RATIO_LEVELS}")
     return _LEVELS[level](logps, old_logps, mask)
 
 
 def literal_log_ratios(level: str, steps: list[float]) -> list[float]:
-    """Log-ratio of each token of one response over single floats; ``steps``: log π(y_t) − log π_old(y_t)."""
+    """Return the log-ratio of each token of one response as plain floats. ``steps`` holds log π(y_t) − log
+    π_old(y_t)."""
     if level == "token":
         return steps
     if level == "product":

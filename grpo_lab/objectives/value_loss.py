@@ -10,7 +10,7 @@ CLIPRANGE = 0.2
 
 
 def clipped_values(values: Tensor, old_values: Tensor, cliprange: float | None) -> Tensor:
-    """``V_old + clamp(V − V_old, ±cliprange)``, in units of the reward; ``None``: V as it is."""
+    """Return ``V_old + clamp(V − V_old, ±cliprange)``, in units of the reward; V itself if ``cliprange`` is None."""
     if cliprange is None:
         return values
     return old_values + (values - old_values).clamp(-cliprange, cliprange)
@@ -36,14 +36,16 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: f
 
 
 def value_clip_acts(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None = CLIPRANGE) -> Tensor:
-    """bool ``[B, T]``: where the clipped square is the larger one, so that the loss has no gradient."""
+    """Return bool ``[B, T]``: True where the clipped square is the larger one, so that the loss has no gradient."""
     clipped = clipped_values(values, old_values, cliprange)
     return (clipped - returns).square() > (values - returns).square()
 
 
 def explained_variance(returns: float, errors: float) -> float | None:
-    """``1 − Var(R − V)/Var(R)`` from the two variances: 1 for a perfect critic, 0 for a constant one, negative for a
-    worse one; ``None`` where the returns do not vary."""
+    """Return ``1 − Var(R − V)/Var(R)``, from the variances Var(R) = ``returns`` and Var(R − V) = ``errors``.
+
+    It is 1 for a perfect critic, 0 for a constant one, negative for a worse one; ``None`` if the returns do not vary.
+    """
     if returns <= 0:
         return None
     return 1.0 - errors / returns

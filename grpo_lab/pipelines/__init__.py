@@ -1,1 +1,1 @@
-"""Several stages in a row: recipes, the main job, what a run leaves on disk."""
+"""Commands made of several stages: their recipes, the main training job, and what a run leaves on disk."""

@@ -1,8 +1,9 @@
-"""`grpo-lab curate`: rows → filters that read the text → pass rates of a model → band, guesses, balance → data and
-report.
+"""`grpo-lab curate`: choose training rows by filters over their text, a model's pass rates, and a balance.
 
-The folder: `pass_rates.jsonl` and `guesses.jsonl` (samples, kept as they come), `curated.parquet` and `curated.jsonl`
-(rows that stay, every score a column), `all.parquet` (all rows, with `kept` and `dropped_by`), `report.html`."""
+The folder has `pass_rates.jsonl` and `guesses.jsonl` (samples, kept as they come), `curated.parquet` and
+`curated.jsonl` (rows that stay, every score a column), `all.parquet` (all rows, with `kept` and `dropped_by`) and
+`report.html`.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +65,11 @@ _BATCH = 1000
 
 @settings(rest="sampling")
 class CurationRecipe:
-    """A whole curation; other keys are `SamplingSettings`'. Without `model` only the filters that read text run.
+    """A recipe of `grpo-lab curate`; keys that are no fields are `SamplingSettings`'. Without `model` only the filters
+    that read text run.
 
-    `max_hours` and `stop_file` ask it to stop, as in a recipe of `grpo-lab train` (docs/resume.md)."""
+    `max_hours` and `stop_file` ask it to stop, as in a recipe of `grpo-lab train` (docs/resume.md).
+    """
 
     name: str
     output_dir: Path
@@ -93,14 +96,16 @@ class CurationRecipe:
 
 
 def curation_recipe_from(written: Mapping[str, Any], default_name: str = "curation") -> CurationRecipe:
-    """A recipe from a plain mapping. ValueError for an unknown key (with the nearest match) or a missing section."""
+    """Make a recipe from a plain mapping. Raises ValueError for an unknown key (with the nearest match) or a missing
+    section."""
     check_command(written, "curate")
     return read(CurationRecipe, with_name(written, default_name))
 
 
 @dataclass(frozen=True)
 class Curated:
-    """Result of a curation: its folder, the rows that stay (every score a column) as a table, what was dropped."""
+    """Result of a curation: its folder, a table of the rows that stay (every score a column), and a report of what was
+    dropped."""
 
     folder: Path
     table: pa.Table
@@ -113,8 +118,11 @@ class Curated:
 
 
 def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
-    """Run ``recipe``; again with the same folder goes on with the samples that are there. ValueError: a folder that is
-    not a curation's, samples made with other settings, or a setting that does not fit; Interrupted: asked to stop."""
+    """Run ``recipe``. If its folder has samples of an earlier run, continue with them.
+
+    Raises ValueError if the folder is not a curation's, its samples were made with other settings, or a setting does
+    not fit. Raises Interrupted if it is asked to stop.
+    """
     began = time.perf_counter()
     folder = recipe.output_dir
     ready = resolve(CURATE, recipe, overwrite)
@@ -149,13 +157,15 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
 
 
 def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
-    """Say what `grpo-lab curate` will do. ValueError for what would stop it."""
+    """Describe what `grpo-lab curate` will do, for ``--dry-run``. Raises ValueError for what would stop it."""
     return plan_of(CURATE, recipe, overwrite)
 
 
 def stages_of(recipe: CurationRecipe) -> list[Stage]:
-    """List the filters over the text → room → pass rates → guesses → balance. None leaves a marker: samples are kept in
-    their file, and the filters may be others next time."""
+    """List the stages: filters over the text, room for a completion, pass rates, guesses, balance.
+
+    None leaves a marker: samples are kept in their own files, and the filters may be others next time.
+    """
     folder = recipe.output_dir
     filters = recipe.filters
 
@@ -171,7 +181,7 @@ def stages_of(recipe: CurationRecipe) -> list[Stage]:
 
 
 def _loaded(recipe: CurationRecipe, ready: Resolved, stop: StopRequests) -> Filtering:
-    """Put the rows, which an earlier curation may have scored, at the beginning of their way."""
+    """Return the rows in the state that the stages work on. Columns of an earlier curation's scores are removed."""
     loaded = ready.asked.rows
     notes = []
     if earlier := [name for name in loaded.column_names if name in (*SCORES, "kept", "dropped_by")]:
@@ -194,7 +204,7 @@ def _loaded(recipe: CurationRecipe, ready: Resolved, stop: StopRequests) -> Filt
 
 
 def _check(recipe: CurationRecipe, overwrite: bool) -> None:
-    """ValueError for samples in another number."""
+    """Raise ValueError if the folder's samples have another number per problem than the recipe."""
     if overwrite:
         return
     instead = "give --overwrite to sample anew, or another `--output_dir`"
@@ -205,7 +215,8 @@ def _check(recipe: CurationRecipe, overwrite: bool) -> None:
 
 
 def _load(recipe: CurationRecipe, asked: Questions, overwrite: bool, here_only: bool) -> list[Any]:
-    """Load the rows of evaluation sets. ValueError: what cannot be loaded, sampled or balanced."""
+    """Load the evaluation sets that rows are compared with. Raises ValueError for what cannot be loaded, sampled or
+    balanced."""
     filters = recipe.filters
     by = filters.balance and filters.balance.by
     if by and asked.rows is not None:
@@ -223,7 +234,7 @@ def _load(recipe: CurationRecipe, asked: Questions, overwrite: bool, here_only: 
 
 
 def _words(recipe: CurationRecipe, ready: Resolved, overwrite: bool) -> Words:
-    """Say which filters run, and what is sampled for them."""
+    """Describe for the dry run which filters run, and what is sampled for them."""
     rows = ready.asked.rows
     filters = recipe.filters
     samples = {}
@@ -243,13 +254,16 @@ CURATE = StagedCommand("curate", _check, _load, _words, marker=MARKER)
 
 
 def _rows_of(batch: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Rows of columns."""
+    """Yield the rows of a batch of columns, as mappings."""
     return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
 def write_rows(folder: Path, selection: Selection) -> pa.Table:
-    """`curated.*` and `all.parquet`; returns the rows that stay. A column at a time, and the lines some at a time:
-    beside the rows themselves only the table is in memory."""
+    """Write `curated.*` and `all.parquet`, and return the rows that stay.
+
+    The table is made a column at a time, and lines are written some at a time: beside the rows themselves only the
+    table is in memory.
+    """
     import pyarrow as pa
 
     table = pa.table({name: pa.array(encodable(values)) for name, values in selection.scored_columns()})

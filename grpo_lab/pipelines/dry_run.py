@@ -1,4 +1,5 @@
-"""``--dry-run``: what will happen, without doing it; everything is checked that needs neither a GPU nor the network."""
+"""``--dry-run`` of a training: describe what it will do, without doing it. Everything is checked that needs neither a
+GPU nor the network."""
 
 from __future__ import annotations
 
@@ -36,8 +37,10 @@ NOT_BUILT: dict[str, Any] = {
 
 @asking_the_hub_once()
 def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> dict[str, str]:
-    """Say what `grpo-lab train` will do. Loads rows and (local) configs, trains nothing. ValueError: whatever ``train``
-    would refuse, as far as it can be known here."""
+    """Describe what `grpo-lab train` will do. Loads rows and (local) configs, trains nothing.
+
+    Raises ValueError for whatever ``train`` would refuse, as far as it can be known here.
+    """
     recipe = numbers_read(recipe)
     config = lab_config(recipe, **_of_this_machine(recipe))
     folder = RunFolder.open(recipe, overwrite, resume)
@@ -91,8 +94,8 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
 
 
 def _of_this_machine(recipe: Recipe) -> dict[str, Any]:
-    """Values that a plan puts in the place of the recipe's own: number formats and kernels; the batch of all processes
-    of a launched stage, on this one."""
+    """Return settings that replace the recipe's own in a plan: those for number formats and kernels. For a stage on
+    several processes, also the batch of all of them on this one."""
     processes = outlook().processes
     if processes == 1:
         return NOT_OF_THIS_MACHINE
@@ -102,7 +105,7 @@ def _of_this_machine(recipe: Recipe) -> dict[str, Any]:
 
 
 def _rewards(recipe: Recipe, job: Job, config: Any) -> str:
-    """The recipe's rewards and those that its trainer declares, each with the weight in force over the steps."""
+    """List the recipe's rewards and those that its trainer declares, each with its weight or its schedule."""
     rewards = job.rewards
     own = len(job.rewards)
     if recipe.environment_factory is None:  # what one owns counts as given, and is known when it is built
@@ -117,7 +120,7 @@ def _rewards(recipe: Recipe, job: Job, config: Any) -> str:
 
 
 def _dropout(recipe: Recipe, config: Any) -> str:
-    """The adapter's, as far as it is written down, and what any dropout means for the update."""
+    """Describe the adapter's dropout, as far as the recipe gives it, and what any dropout means for the update."""
     rate = float(dict(recipe.model.lora or {}).get("lora_dropout") or 0.0)
     if config.lab_settings.update.is_off:
         means = "stock's batches and draws (update: off)"
@@ -130,7 +133,10 @@ def _dropout(recipe: Recipe, config: Any) -> str:
 
 
 def _checked(recipe: Recipe, job: Job) -> str:
-    """Build the trainer around a small stand-in model, with the own tokenizer where that is here: its checks speak."""
+    """Build the trainer around a small stand-in model, so that its own checks run; return what was checked, in words.
+
+    The recipe's tokenizer is used if it is on this machine.
+    """
     if job.rows is None or (recipe.eval_dataset is not None and job.eval_rows is None):
         return "rewards, parts and settings; not the trainer with its rows, which are not here"
     section = made_from(recipe.model) or recipe.model
@@ -161,8 +167,8 @@ def _checked(recipe: Recipe, job: Job) -> str:
 
 
 def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) -> str:
-    """Show what the model is given for the first row, with its ``tools``: rendered where the tokenizer is here and has
-    a template."""
+    """Return the first row's prompt as the model gets it, with its ``tools``. It is rendered if a tokenizer with a chat
+    template is on this machine."""
     from grpo_lab.engines.generators import render_prompt
 
     prompt = rows[0]["prompt"]
@@ -181,5 +187,5 @@ def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) 
 
 
 def own_tokenizer(section: ModelSection) -> str | None:
-    """The folder of the recipe's tokenizer, or its model's, where it is here."""
+    """Return the folder of the recipe's tokenizer, or of its model's, if it is on this machine."""
     return next((p for p in (section.tokenizer, section.path) if p and (Path(p) / "tokenizer.json").is_file()), None)

@@ -1,7 +1,8 @@
-"""The stages of a pipeline's recipe as they can be carried out, and the files in which it says how far they are.
+"""Stages of a pipeline's recipe, ready to be run, and the files that record how far they are.
 
-``run.json`` says whose the folder is, ``pipeline.yaml`` what is asked for, ``pipeline.json`` how far every stage is:
-all of it follows from the recipe and the stages' own `stage.json`."""
+``run.json`` says whose the folder is, ``pipeline.yaml`` what is asked for, ``pipeline.json`` how far every stage is.
+All of it follows from the recipe and the stages' own `stage.json`.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +35,12 @@ from grpo_lab.settings import all_of, read
 
 @dataclass(frozen=True, kw_only=True)
 class Entry(Stage):
-    """Stage of a pipeline, which has its folder to itself; what it is made from says whether it is done again.
+    """Stage of a pipeline, with a folder of its own. It is done again if what it was made from has changed.
 
     Args:
-        section: as the recipe has it; ``number``: its place in the order.
-        takes: stage.thing → place in the pipeline's folder.
+        number: its place in the order, from 1.
+        section: its entry in the recipe.
+        takes: its inputs, stage.thing → place in the pipeline's folder.
     """
 
     number: int
@@ -51,7 +53,7 @@ class Entry(Stage):
 
     @cached_property
     def asked(self) -> Asked:
-        """Everything that the recipe asks of the stage."""
+        """Everything that the recipe asks of the stage: settings, inputs and outputs."""
         no_matter = {*OF_NO_FILE, *getattr(self.kind, "no_matter", ())}
         kept = {name: value for name, value in plain_facts(self.section.settings).items() if name not in no_matter}
         perhaps = getattr(self.kind, "perhaps", ())
@@ -61,7 +63,7 @@ class Entry(Stage):
         return Asked({**kept, "inputs": dict(self.section.inputs)}, dict(self.takes), named, leaves, keeps)
 
     def record(self) -> StageRecord:
-        """The stage's record as its folder says it, with what it takes now."""
+        """Read the stage's record from its folder, and enter the inputs that the recipe gives it now."""
         found = StageRecord.read(self.folder, self.name, self.section.stage)
         found.before = [*self.section.before]
         taken = self.section.inputs.items()
@@ -69,7 +71,8 @@ class Entry(Stage):
         return found
 
     def due(self, record: StageRecord) -> str:
-        """Say why the stage is to be done, those before which are done (``pipelines.standing``)."""
+        """Return why the stage is to be done, once those before it are done (``pipelines.standing``); empty if it is
+        not."""
         before = {name: Standing(NOTHING, "") for name in self.asked.before}
         look = look_at(self.folder.parent, self.name, record, self.asked)
         stands = standing(record, self.asked, look, before)
@@ -86,7 +89,8 @@ class Entry(Stage):
         record.finish(self.folder, self.places)
 
     def fail(self, record: StageRecord, error: BaseException) -> None:
-        """Record how ``error`` has ended the stage; a stop may have been heard after its last word."""
+        """Record how ``error`` ended the stage. A stage whose marker already says `done` stays done: the stop came
+        after it."""
         if record.status == DONE:
             return
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
@@ -95,8 +99,10 @@ class Entry(Stage):
 
 
 def entries_of(recipe: PipelineRecipe) -> list[Entry]:
-    """The stages in their order, each of its kind with its settings and inputs. ValueError for what does not fit, the
-    mistakes of all stages together."""
+    """Return the stages in order, each of its kind with its settings and inputs.
+
+    Raises one ValueError with the mistakes of all stages.
+    """
     ordered = recipe.in_order()
     kinds: dict[str, Any] = {}
     found = list[Entry]()
@@ -146,7 +152,7 @@ def _entry(number: int, section: StageSection, recipe: PipelineRecipe, kinds: Ma
 
 @dataclass
 class PipelineFiles:
-    """The three files of a pipeline's folder. Of a stage whose own file is as it was, nothing is read again."""
+    """The three files of a pipeline's folder. If a stage's own file has not changed, the stage is not read again."""
 
     recipe: PipelineRecipe
     entries: Sequence[Entry]
@@ -154,7 +160,7 @@ class PipelineFiles:
     """Stage → what its file was like, its part of `pipeline.json`, whether it is done."""
 
     def begin(self) -> None:
-        """Write whose the folder is, what is asked for, and how far every stage is."""
+        """Write all three: whose the folder is, what is asked for, and how far every stage is."""
         folder = self.recipe.output_dir
         folder.mkdir(parents=True, exist_ok=True)
         write_run(folder, {"name": self.recipe.name, "pipeline": PIPELINE, "versions": versions()})
@@ -162,7 +168,7 @@ class PipelineFiles:
         self.write()
 
     def write(self) -> None:
-        """`pipeline.json`."""
+        """Write `pipeline.json`, which says how far every stage is."""
         folder = self.recipe.output_dir
         opened = os.open(folder, os.O_RDONLY)
         try:

@@ -1,17 +1,17 @@
-"""Estimate of what a stage takes, worked out before it runs: memory of a process, at most how many tokens it makes or
-learns.
+"""Estimates before a stage runs: the memory of a process, and the most tokens that it generates or trains on.
 
-Bytes; N parameters (tied ones once), w bytes of a weight, R processes; arXiv 1910.02054, scripts/memory_table.py:
+In bytes, for N parameters (tied ones once), w bytes per weight and R processes (arXiv 1910.02054,
+scripts/memory_table.py):
 
-    trained      4wN: weights, gradients, AdamW's moments (any optimizer counts as it); + 2N: copies that bf16 makes of
-                 float32 weights; + wN: DDP's buckets. ZeRO-1, 2: 4N + 12N/R. ZeRO-3, FSDP: 16N/R + 4 bytes for each
-                 parameter of a layer and the embeddings. LoRA: the adapter; its base is as one that answers
-    answering    wN, under ZeRO-3 and FSDP wN/R: the reference (β > 0, DPO), a teacher, a reward model, a second model
+    trained      4wN: weights, gradients, AdamW's moments (any optimizer counts as it); + 2N: bf16 copies of float32
+                 weights; + wN: DDP's buckets. ZeRO-1, 2: 4N + 12N/R. ZeRO-3, FSDP: 16N/R + 4 bytes for each parameter
+                 of a layer and the embeddings. LoRA: this for the adapter; its base counts as a frozen model
+    frozen       wN, under ZeRO-3 and FSDP wN/R: the reference (β > 0, DPO), a teacher, a reward model, a second model
     activations  a token: a(L + 1), with gradient checkpointing 4h(L + 1) + a; a = 28h + 8w(q + k) + 4wI (bf16: w = 2),
                  h wide, L layers, queries q, keys k, MLP I wide, fused attention; head 4Vh, `distill` 40V a token
-    writing      wN; a row 12V, a token of the prompt a, each token 2wLk. By vLLM: wN, and what its share leaves
+    generating   wN; + 12V for each row, a for each token of a prompt, 2wLk for each token. vLLM: wN, besides its share
 
-Not in it: what an allocator wastes, the device's context, a colocated engine, a critic, rewards that are no models.
+Not counted: what an allocator wastes, the device's context, a colocated engine, a critic, rewards that are no models.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from grpo_lab.trainer.supervised.methods import COLUMNS, FIXED, PAIR, trl_of
 
 
 def sizes(model: Any, half: bool = False) -> tuple[int, ...]:
-    """h, L, V, k, a; parameters of a layer and the embeddings."""
+    """Return h, L, V, k and a of the module's formulas, and the number of parameters of a layer and the embeddings."""
     c = model.config.get_text_config()
     h = c.hidden_size
     layers = c.num_hidden_layers
@@ -54,8 +54,10 @@ def sizes(model: Any, half: bool = False) -> tuple[int, ...]:
 
 
 def states(model: Any, launch: Mapping[str, Any], trained: bool = True, half: bool = False) -> int:
-    """Bytes of weights, and of gradients and moments where ``trained``. ``launch``: what an accelerate file says;
-    ``half``: under bf16 or fp16."""
+    """Return the bytes of a model's weights and, if ``trained``, of its gradients and moments.
+
+    ``launch``: the content of an accelerate file; ``half``: under bf16 or fp16.
+    """
     kind = launch.get("distributed_type")
     ranks = launch.get("num_processes", 1)
     zero = 0
@@ -76,13 +78,14 @@ def states(model: Any, launch: Mapping[str, Any], trained: bool = True, half: bo
 
 
 def activations(model: Any, tokens: int, checkpointing: bool, half: bool = False) -> int:
-    """Bytes that the layers keep of so many tokens for the backward."""
+    """Return the bytes that the layers keep for the backward, for so many tokens."""
     h, layers, _, _, a, _ = sizes(model, half)
     return tokens * (4 * h * (layers + 1) + a if checkpointing else a * (layers + 1))
 
 
 def flat(stage: Any) -> dict[str, Any]:
-    """Settings by name, with the defaults of TRL's configuration. ``method``: `rl`, `sft`, …; None: trains nothing."""
+    """Return a stage's settings by name, with the defaults of TRL's configuration. ``method`` is `rl`, `sft`, …, or
+    None if nothing is trained."""
     found = dict(vars(stage))
     for name in ("sampling", "section"):
         found |= vars(found[name]) if name in found else {}
@@ -107,7 +110,7 @@ def flat(stage: Any) -> dict[str, Any]:
 
 
 class Estimates:
-    """Estimates stages one after another: a model that one leaves is known to those after it."""
+    """Estimates of stages, one after another: a model that one leaves is known to the later ones."""
 
     def __init__(self) -> None:
         self.left: dict[str, tuple[ModelSection, Any]] = {}
@@ -117,8 +120,11 @@ class Estimates:
         self.open = False
 
     def of(self, kind: Any, launch: str | None = None, folder: Path = Path()) -> str:
-        """A line on a stage's kind with its settings, or on a command's recipe; nothing on one without a model, or of a
-        team's. ``launch``: its accelerate file."""
+        """Return a line on what ``kind`` takes: a stage with its settings, or a command's recipe. Empty if it has no
+        model, or is a team's.
+
+        ``launch``: its accelerate file.
+        """
         if not type(kind).__module__.startswith("grpo_lab."):
             return ""
         stage = kind.as_read() if hasattr(kind, "as_read") else kind
@@ -135,7 +141,7 @@ class Estimates:
         return "\n" + "; ".join([self._memory(s, section, model, said), *self._tokens(s, section, said)])
 
     def in_all(self) -> str:
-        """Say what all that was asked about so far takes."""
+        """Return a line on what everything estimated so far takes."""
         known = []
         if self.most:
             known = [f"{self.most / 2**30:.1f} GiB a process"]
@@ -153,7 +159,8 @@ class Estimates:
         return self.left.get(str(section.path)) or (section, meta_model(section))
 
     def _prompts(self, data: Any, section: ModelSection) -> tuple[int | None, int]:
-        """Count the rows, and the tokens of their longest prompt (0: not known), where they are here already."""
+        """Return the number of rows and the tokens of their longest prompt, if they are on this machine. Not known:
+        None and 0."""
         if not isinstance(data, DataSection):
             return None, 0
         key = f"{data} {section.path}"
@@ -214,7 +221,8 @@ class Estimates:
         return f"at most {total:.1f} GiB a process{engine}: {count:,} parameters, {at_once} at once ({each})"
 
     def _tokens(self, s: Mapping[str, Any], section: ModelSection, launch: Mapping[str, Any]) -> list[str]:
-        """Say how much is sampled, asked of held-out rows and trained: rows × times × tokens each time."""
+        """Return lines on the tokens that are generated, also for held-out rows, and trained on: rows × times × tokens
+        each time."""
         held_out = s.get("evaluation")
         rounds = getattr(s.get("rounds"), "count", 1)
         jobs = list[Any]()
@@ -266,7 +274,8 @@ def _answers(section: EvaluationSection) -> int:
 
 
 def _of_training(s: Mapping[str, Any], length: int | None, ranks: int) -> tuple[str, Any, int, int | None]:
-    """Return what is made or learned; rows (1: in all), times, tokens each time."""
+    """Return whether tokens are generated or trained on, and rows (1: ``times`` is for all), times and tokens each
+    time."""
     method = s["method"]
     steps = s["max_steps"]
     times = ceil(s["num_train_epochs"])

@@ -1,5 +1,7 @@
-"""`grpo-lab evaluate`: a saved model on held-out rows that the command line, or an earlier run (`--like`), describes.
-What decides a score is said with it, in the title and in `summary.json`."""
+"""`grpo-lab evaluate`: measure a saved model on held-out rows, described by options or by an earlier run (`--like`).
+
+Every setting that a score depends on is reported with it, in the title and in `summary.json`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ _ANSWERS = re.compile(r"(summary\.json|outcomes\.(jsonl|parquet)|answers\.\d+\.j
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `grpo-lab evaluate`. Those without a value given are not in the namespace."""
+    """Add the options of `grpo-lab evaluate`. Those that are not given are not in the namespace."""
     from grpo_lab.data.made import SPLITS
     from grpo_lab.data.prompts import TEMPLATES
 
@@ -102,7 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(known: argparse.Namespace) -> int:
-    """Evaluate, print and, with `--output`, write. The exit code: 75 after SIGTERM or SIGUSR1, the answers kept."""
+    """Evaluate, print and, with `--output`, write; return the exit code. After SIGTERM or SIGUSR1 it is 75, and the
+    answers so far are kept."""
     from grpo_lab.evaluation.sweep import AGAINST
     from grpo_lab.recipe.ahead import check_engine
     from grpo_lab.stages.held_out import conditions_in
@@ -160,8 +163,11 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
 
 
 def plan_of(known: argparse.Namespace) -> HeldOut:
-    """Rows, judging and generation out of the options, and out of `--like` where they say nothing. ValueError: neither
-    or both of `--data` and `--like`, an argument that the loader does not take, a bad value."""
+    """Make the evaluation from the options and, for what they leave out, from `--like`.
+
+    Raises ValueError for neither or both of `--data` and `--like`, an argument that the loader does not take, or a bad
+    value.
+    """
     said = dict(vars(known))
     rows = {name.removeprefix("data."): _value(name, text) for name, text in said.items() if name.startswith("data.")}
     rows |= {name: said[name] for name in ("split", "source", "limit") if name in said}
@@ -208,7 +214,8 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
 
 
 def with_every_argument(section: DataSection) -> DataSection:
-    """``section`` with its loader's defaults written out. ValueError for arguments that the loader does not take."""
+    """Return ``section`` with its loader's defaults written out. Raises ValueError for arguments that the loader does
+    not take."""
     parameters = loader_signature(section.loader, "--data").parameters
     allowed = [name for name in parameters if name != "template"]
     anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -220,8 +227,8 @@ def with_every_argument(section: DataSection) -> DataSection:
 
 
 def title(model: str, plan: HeldOut) -> str:
-    """Say in one line everything that a score depends on; of the rows' arguments none that is off (None, False,
-    0.0)."""
+    """Return one line with everything that a score depends on. Loader arguments that are off (None, False, 0.0) are
+    left out."""
     from grpo_lab.runs.console import describe
 
     data = plan.section.data
@@ -232,9 +239,11 @@ def title(model: str, plan: HeldOut) -> str:
 
 
 def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) -> ExitStack:
-    """The output folder, made and this process's now, so that nothing is computed in vain; with ``overwrite`` without
-    what an earlier evaluation left of other ``conditions``. ValueError: it cannot be made, is in use, or holds a whole
-    evaluation (without ``overwrite``) or something else."""
+    """Make the output folder and lock it for this process, before anything is computed. Returns the lock.
+
+    An earlier evaluation's folders of other ``conditions`` are removed with ``overwrite``. Raises ValueError if the
+    folder cannot be made, is in use, holds a finished evaluation (without ``overwrite``) or something else.
+    """
     from grpo_lab.evaluation import EvaluationResult
     from grpo_lab.evaluation.sweep import SWEEP
 
@@ -264,7 +273,7 @@ def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) 
 
 
 def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:
-    """Say that the model's own run was evaluated on other rows; empty where it was not, or has no record."""
+    """Return a note if the model's own run was evaluated on other rows; empty if it was not, or has no record."""
     if known.like is not None or not (Path(known.model) / "recipe.yaml").is_file():
         return ""
     try:
@@ -279,13 +288,14 @@ def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """An option's text as YAML; `1,3` is a list, as `[1, 3]` is."""
+    """Read an option's text as YAML. For `steps` and `families`, `1,3` is a list, as `[1, 3]` is."""
     listed = name in ("data.steps", "data.families") and not text.startswith("[")
     return next(iter(parse_overrides([f"--{name}={f'[{text}]' if listed else text}"]).values()))
 
 
 def _told(text: str) -> dict[str, Any]:
-    """``--chat-template-kwargs`` as a mapping. ValueError: it is none, or decides how prompts are rendered."""
+    """Read ``--chat-template-kwargs`` as a mapping. Raises ValueError if it is none, or has a key that decides how
+    prompts are rendered."""
     found = _value("chat-template-kwargs", text)
     if not isinstance(found, Mapping):
         raise ValueError(
@@ -310,7 +320,7 @@ def _at_least_one(text: str) -> int:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """An evaluation: its section, and what the section leaves to the run that it is of."""
+    """An evaluation: its section, and the token limit and seed, which the section leaves to its run."""
 
     section: EvaluationSection
     max_new_tokens: int
@@ -318,7 +328,8 @@ class HeldOut:
 
 
 def held_out_like(run: str | Path) -> HeldOut:
-    """The evaluation of ``run``: an output folder with a `recipe.yaml`, or a recipe. ValueError: there is none."""
+    """Return the evaluation of ``run``, an output folder with a `recipe.yaml`, or a recipe. Raises ValueError if there
+    is none."""
     path = Path(run)
     file = path / "recipe.yaml" if path.is_dir() else path
     if not file.is_file():
@@ -345,7 +356,8 @@ def held_out_like(run: str | Path) -> HeldOut:
 
 
 def _as_written(section: Any) -> Any:
-    """The form of a recipe, out of a run's own copy, where the arguments of rows and reward stand apart."""
+    """Convert a section of a run's own copy of its recipe to the written form: there, arguments of rows and reward
+    stand below ``arguments``."""
     if not isinstance(section, Mapping):
         return section
     arguments = None

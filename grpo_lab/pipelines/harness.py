@@ -1,8 +1,10 @@
-"""`grpo-lab harness`: held-out rows as a task of lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness,
-tried with 0.4.13), so that a model's score there is the score here.
+"""`grpo-lab harness`: write held-out rows as a task of lm-evaluation-harness, on which a model's score is the score
+here.
 
-The folder has ``<name>.yaml`` (the task), ``<name>.py`` (its two functions, which call this module) and ``rows.jsonl``,
-whose prompts are rendered here. What the harness would do otherwise, docs/evaluation.md says."""
+The harness is github.com/EleutherAI/lm-evaluation-harness, tried with 0.4.13. The folder has ``<name>.yaml`` (the
+task), ``<name>.py`` (its two functions, which call this module) and ``rows.jsonl``, whose prompts are rendered here.
+docs/evaluation.md says what the harness would otherwise do differently.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ def process_results(row, completions):
 
 
 def run(known: argparse.Namespace) -> int:
-    """Write the task that the options of `grpo-lab evaluate` describe into ``--output``, and say how it is run."""
+    """Write the task that the options of `grpo-lab evaluate` describe into ``--output``, and print the command that
+    runs it."""
     for name, value in vars(known).items():
         if value not in (None, False) and name not in _SAID and not name.startswith("data."):
             raise ValueError(f"`--{name.replace('_', '-')}` has no effect on a task of the harness; leave it out")
@@ -88,8 +91,10 @@ def run(known: argparse.Namespace) -> int:
 
 
 def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = None) -> str:
-    """The task folder, whole or not there; returns the command that runs it. ValueError: the folder is not empty, a
-    prompt cannot be rendered, none leaves room for a completion."""
+    """Write the task's folder, completely or not at all; return the command that runs it.
+
+    Raises ValueError if the folder is not empty, a prompt cannot be rendered, or none leaves room for a completion.
+    """
     name = re.sub(r"\W", "_", folder.name)
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"--output {str(folder)!r} is not empty; name a new folder for the task")
@@ -127,14 +132,14 @@ def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = 
 
 
 def task_rows(beside: str) -> dict[str, Any]:
-    """The harness's data set: the rows beside a task's file."""
+    """Return the harness's data set: the rows beside the task's file ``beside``."""
     from datasets import Dataset
 
     return {"test": Dataset.from_list(read_lines(Path(beside).parent / ROWS, {"prompt": str, "row": str}))}
 
 
 def judged(reward: Mapping[str, Any], row: Mapping[str, Any], text: str) -> dict[str, float]:
-    """The metrics of one completion: `accuracy` where the reward can score it, and `unscorable`."""
+    """Return the metrics of one completion: `unscorable` and, if the reward can score it, `accuracy`."""
     found = checked_object(parse_json(row["row"], f"`row` of a line of {ROWS}"), {"prompt": str | list})
     columns = {name: value for name, value in found.items() if name != "completion"}
     answer = in_form_of(columns["prompt"], text)

@@ -1,4 +1,4 @@
-"""The kinds of stage that a pipeline's YAML can name, and a team's own at ``module:attribute``.
+"""The kinds of stage that a pipeline's YAML can name; a team's own is named as ``module:attribute``.
 
 A kind is a class of settings (`grpo_lab.settings.settings`) with
 
@@ -6,11 +6,11 @@ A kind is a class of settings (`grpo_lab.settings.settings`) with
               in its `stage.json`
     plan      `plan()` returns its words for ``--dry-run``; it may be left out, as the rest
     leaves    what later stages can take, name → place in its folder (``{"model": "model"}``)
-    perhaps   names of those that it leaves where its settings say so
-    keeps     places in its folder of results that nobody takes; where one is gone, it is run in its folder again
-    whole     true: asked to stop, it is broken off and done again
+    perhaps   names in ``leaves`` that exist only under some settings
+    keeps     places in its folder of results that no stage takes; if one is lost, the stage runs again in its folder
+    whole     true: a stop breaks it off anywhere, and it is done again from its beginning
     ranks     true: it can be started by `accelerate launch` on several processes (``launch``)
-    seed      its default, where it draws something: a pipeline's ``seed`` takes its place
+    seed      the default of its seed, if it draws something; a pipeline's ``seed`` takes its place
     locks     true: it keeps a second process out of its folder by itself
     no_matter names of settings that change nothing of what it leaves
 """
@@ -45,12 +45,17 @@ from grpo_lab.trainer.scoring.preference_training import FOLDER
 
 
 def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], Facts], **left: str) -> Any:
-    """A kind that is a command: its recipe is the entry, and killed in the stage's folder it goes on by itself.
-    ``plan``: its dry run; ``facts``: of what the command returns; ``left``: what it ``leaves``."""
+    """Make a kind of stage from a command: the stage's settings are the command's recipe. After a kill the command
+    itself continues in the stage's folder.
+
+    ``plan``: its dry run; ``facts``: makes the stage's results of what ``do`` returns; ``left``: what the kind
+    ``leaves``.
+    """
 
     @settings(rest="recipe")
     class WholeCommand:
-        """``rl``, ``curate``, ``rounds``, ``long2short``: the recipe of `grpo-lab train`, `curate`, …"""
+        """Kind ``rl``, ``curate``, ``rounds`` or ``long2short``; its settings are the recipe of `grpo-lab train`,
+        `curate`, …"""
 
         leaves: ClassVar[Mapping[str, str]] = left
         keeps: ClassVar[Collection[str]] = (EVALUATION,)
@@ -90,7 +95,8 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
 
 
 def _of_training(done: TrainingOutcome) -> Facts:
-    """Reward and length are means of the last ten logs; ``evaluation`` measures the last model in their place."""
+    """Return a training's results. Reward and length are means of the last ten logs. A last ``evaluation`` adds the
+    accuracy, and its length takes that place."""
     run = read_run(done.folder)
     last = {"reward": run.first_of("reward"), "length": run.first_of("completions/mean_length")}
     means = {name: fmean(value for _, value in series[-10:]) for name, series in last.items() if series}
@@ -142,7 +148,8 @@ KINDS: dict[str, Any] = {
 
 
 def kind_of(name: str, where: str) -> Any:
-    """The kind called ``name``, or a team's at ``module:attribute``. ValueError for one that cannot be run."""
+    """Return the kind called ``name``, or a team's at ``module:attribute``. Raises ValueError for one that cannot be
+    run."""
     if ":" not in name and name not in KINDS:
         raise ValueError(f"`{where}` is {name!r}{one_of(name, KINDS)}, or 'module:attribute'")
     kind = KINDS[name] if name in KINDS else load_named(name, where)

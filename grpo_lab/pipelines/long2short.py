@@ -1,12 +1,13 @@
-"""`grpo-lab long2short`: make a model right in fewer tokens, by one of four ways of Kimi k1.5 (section 2.4) and SimPO.
+"""`grpo-lab long2short`: make a model right in fewer tokens, by a method of Kimi k1.5 (section 2.4) or by SimPO.
 
     shortest_sft   of n samples the shortest right one → SFT
     dpo            shortest right one against wrong ones and right ones ≥ 1.5 times as long → DPO
-    simpo          the same pairs → SimPO (ours in this list: the report names DPO)
+    simpo          the same pairs → SimPO (added by us: the report names DPO)
     merge          average of the weights with a shorter model, no training
 
-The new model is in the output folder, beside `samples.jsonl`, `rows.jsonl` and `evaluation/before` and `/after`: what
-counts is accuracy *and* tokens of right answers."""
+The new model is in the output folder, beside `samples.jsonl`, `rows.jsonl`, `evaluation/before` and `evaluation/after`.
+What counts is accuracy *and* the tokens of right answers.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +56,10 @@ EVALUATION_THEN = ("data", "reward", "max_new_tokens", "batch_size", "n_samples"
 
 @settings(rest="sampling")
 class Long2ShortRecipe:
-    """A whole long2short run; every key that is no section is one of `SamplingSettings`.
+    """A recipe of `grpo-lab long2short`; keys that are no fields are `SamplingSettings`'.
 
     Args:
-        model: the long-winded one, a saved model.
+        model: the saved model whose answers are long.
         short_model, alpha: for ``merge``: the other model, and the share of ``model`` in the average.
         data: problems to sample on; not for ``merge``.
         samples: file of the samples, which several methods may share; default: ``samples.jsonl`` in the folder.
@@ -87,7 +88,7 @@ class Long2ShortRecipe:
 
     @property
     def way(self) -> Shortest | Shorter:
-        """The rule that chooses rows out of the samples."""
+        """The rule that chooses training rows from the samples."""
         if self.method == "shortest_sft":
             return Shortest()
         return self.pairs or Shorter()
@@ -113,14 +114,15 @@ class Long2ShortRecipe:
 
 
 def long2short_recipe_from(written: Mapping[str, Any], default_name: str = "long2short") -> Long2ShortRecipe:
-    """A recipe from a plain mapping. ValueError for an unknown key or a missing section."""
+    """Make a recipe from a plain mapping. Raises ValueError for an unknown key or a missing section."""
     check_command(written, "long2short")
     return read(Long2ShortRecipe, {"n_samples": 8, **with_name(written, default_name)})
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """The new model's folder, rows that it was trained on, and both evaluations (None without the section)."""
+    """Result of a long2short run: the new model's folder, how many rows it was trained on, and both evaluations (None
+    without the section)."""
 
     folder: Path
     rows: int
@@ -129,9 +131,12 @@ class Shortened:
 
 
 def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
-    """Run ``recipe``, or go on with what an earlier, killed run left in the folder. ``overwrite`` begins anew (a file
-    named by ``samples`` is shared with other runs, and stays). ValueError: another run or something else in the folder,
-    no rows to train on, or a setting that does not fit; Interrupted: asked to stop."""
+    """Run ``recipe``, or continue what an earlier, killed run left in the folder.
+
+    ``overwrite`` begins anew (a file named by ``samples`` is shared with other runs, and stays). Raises ValueError if
+    the folder holds another run or something else, there are no rows to train on, or a setting does not fit. Raises
+    Interrupted if it is asked to stop.
+    """
     ready = resolve(LONG2SHORT, recipe, overwrite)
     folder = recipe.output_dir
     about = {
@@ -170,12 +175,12 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
 
 
 def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Words:
-    """Say what `grpo-lab long2short` will do. ValueError for what would stop it."""
+    """Describe what `grpo-lab long2short` will do, for ``--dry-run``. Raises ValueError for what would stop it."""
     return plan_of(LONG2SHORT, recipe, overwrite)
 
 
 def stages_of(recipe: Long2ShortRecipe, asked: Questions) -> list[Stage]:
-    """List the stages: before? → select → train, or merge → after?"""
+    """List the stages: before, select and train (or merge), after. The two evaluations are optional."""
     folder = recipe.output_dir
     path = str(recipe.model.path)
     sampling = recipe.sampling
@@ -225,7 +230,7 @@ def _delivered(workspace: Workspace, facts: Facts) -> Facts:
 
 
 def _check(recipe: Long2ShortRecipe, overwrite: bool) -> None:
-    """Refuse a training, a merge or samples that cannot be."""
+    """Raise ValueError for a training, merge or samples that are not possible."""
     if recipe.method == "merge":
         check_merged(str(recipe.model.path), str(recipe.short_model), recipe.alpha, "model.path")
         return
@@ -239,12 +244,12 @@ def _check(recipe: Long2ShortRecipe, overwrite: bool) -> None:
 
 
 def _load(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool, here_only: bool) -> None:
-    """Refuse a model that there is not, or prompts that leave no room in its context."""
+    """Raise ValueError if there is no such model, or no prompt leaves room for a completion in its context."""
     check_model(asked, recipe.model, recipe.sampling, recipe.evaluation, here_only)
 
 
 def _words(recipe: Long2ShortRecipe, ready: Resolved, overwrite: bool) -> Words:
-    """Say how the new model is made, and on what it is measured."""
+    """Describe for the dry run how the new model is made, and on what it is measured."""
     asked = ready.asked
     words = {"method": recipe.method, "model": str(recipe.model.path)}
     if recipe.data is None:
@@ -265,7 +270,7 @@ def _words(recipe: Long2ShortRecipe, ready: Resolved, overwrite: bool) -> Words:
 
 
 def _settings(recipe: Long2ShortRecipe) -> dict[str, Any]:
-    """Return the settings that the new model and its evaluations follow from; local models count by their content."""
+    """Return the settings that decide the new model and its evaluations. Local models count by their content."""
     return settings_of(recipe, recipe.model.path, recipe.short_model)
 
 
@@ -273,7 +278,7 @@ LONG2SHORT = StagedCommand("long2short", _check, _load, _words, _settings, rows=
 
 
 def _made_from(recipe: Long2ShortRecipe) -> str:
-    """Digest what a training that was stopped is known by."""
+    """Return the digest by which a training that was stopped is recognised."""
     said = {name: value for name, value in asdict(recipe).items() if name not in OF_NO_FILE}
     if not said["sampling"]["chat_template_kwargs"]:
         del said["sampling"]["chat_template_kwargs"]

@@ -1,4 +1,5 @@
-"""A run in its folder: locked and marked as this run's for a block, its ``run.json`` written while it goes on."""
+"""A training run in its folder, which is locked and marked as this run's for a block; ``run.json``
+is kept up to date."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class OpenRun:
-    """A run in its folder, which it holds.
+    """A training run that holds the lock of its folder.
 
     Attributes:
         record: what ``run.json`` says of it.
-        rows: the fingerprint of its rows; None where it is trained.
-        checkpoint: where its training goes on; None: at the first step.
+        rows: the fingerprint of its rows; None if nothing is left to train.
+        checkpoint: where its training resumes; None: at the first step.
     """
 
     folder: RunFolder
@@ -53,7 +54,7 @@ class OpenRun:
         return found
 
     def write(self, **more: Any) -> None:
-        """Write ``run.json``, with what is new, on the main process."""
+        """Update ``run.json`` with ``more``, on the main process."""
         self.record |= more
         if PartialState().is_main_process:
             write_run(self.folder.place, self.record)
@@ -61,9 +62,12 @@ class OpenRun:
 
 @contextmanager
 def claimed(folder: RunFolder, job: Job) -> Iterator[OpenRun]:
-    """Hold the folder for the block, on every process: the main one locks it and marks it as this run's. ValueError
-    before anything is written: another process is there, the run is of other rows or processes, its checkpoint
-    beyond ``max_steps`` or needed and gone. Interrupted: a stop file waits for a run that is gone on with."""
+    """Hold the folder for the block, on every process: the main one locks it and marks it as this run's.
+
+    Raises ValueError before anything is written: if another process holds it, the run there has other rows or
+    processes, or its checkpoint is beyond ``max_steps`` or needed and gone. Raises Interrupted if a stop file is there
+    when a run is resumed.
+    """
     with ExitStack() as lock:
         rows = told_by_main(lambda: _lock(folder, job, lock))
         if folder.state is State.GOES_ON:
@@ -78,7 +82,7 @@ def claimed(folder: RunFolder, job: Job) -> Iterator[OpenRun]:
 
 
 def _lock(folder: RunFolder, job: Job, lock: ExitStack) -> dict[str, Any] | None:
-    """Lock the folder, which is as it was looked at; return its `rows_to_train`."""
+    """Lock the folder and return its `rows_to_train`. Raises ValueError if it has changed since it was looked at."""
     rows = folder.rows_to_train(job, PartialState().num_processes)
     lock.enter_context(one_writer(folder.place))
     if when_written(folder.place) != folder.written:
@@ -90,8 +94,10 @@ def _lock(folder: RunFolder, job: Job, lock: ExitStack) -> dict[str, Any] | None
 
 
 def _mark(folder: RunFolder) -> dict[str, Any]:
-    """Mark the folder as this run's, and take away what no longer holds; return what ``run.json`` says now. What
-    differs from the run that was there is logged."""
+    """Mark the folder as this run's, remove what no longer holds, and return the new content of ``run.json``.
+
+    Settings that differ from those of the run that was there are logged.
+    """
     record = dict(folder.record)
     if folder.overwrite:
         _clear(folder)
@@ -120,7 +126,7 @@ def _mark(folder: RunFolder) -> dict[str, Any]:
 
 
 def _clear(folder: RunFolder) -> None:
-    """Remove what a resumed run, or a report of it, would take for its own; what this one starts from stays."""
+    """Remove what a resumed run or a report would mistake for its own. What this run starts from stays."""
     place = folder.place
     earlier = [*place.glob("checkpoint-*"), *place.glob("broken-checkpoint-*"), place / SAVING]
     for stale in (*earlier, place / "cold_start", place / "evaluation", place / "critic", place / PREFERENCE):
@@ -129,8 +135,7 @@ def _clear(folder: RunFolder) -> None:
 
 
 def _put_aside(folder: RunFolder) -> None:
-    """Put aside, as `<name>.before-<n>`, what a run of another recipe that failed before its first step has
-    made."""
+    """Rename what a run of another recipe made, which failed before its first step, to `<name>.before-<n>`."""
     for place in (folder.place / "cold_start", folder.place / "evaluation"):
         if place.is_dir() and not _is_needed(place, folder):
             beside = (place.with_name(f"{place.name}.before-{number}") for number in itertools.count(1))
@@ -142,8 +147,7 @@ def _is_needed(place: Path, folder: RunFolder) -> bool:
 
 
 def _clear_after(folder: RunFolder, newest: Path | None, passed: Sequence[str]) -> None:
-    """Take away what a run has left of the steps after ``newest``, which will be made again, and say where it goes
-    on."""
+    """Remove what a run left of the steps after ``newest``, which will be done again, and print where it resumes."""
     for why in passed:
         console.print(f"passed over {why}; set aside as broken-…", soft_wrap=True)
     set_aside(folder.place, newest)
@@ -162,7 +166,8 @@ def _clear_after(folder: RunFolder, newest: Path | None, passed: Sequence[str]) 
 
 
 def set_aside(folder: Path, newest: Path | None) -> None:
-    """Checkpoints newer than ``newest`` are no longer found as such: their steps will be done, and saved, again."""
+    """Rename checkpoints newer than ``newest``, so that they are not found: their steps will be done, and
+    saved, again."""
     for checkpoint in folder.glob("checkpoint-*"):
         if step_of(checkpoint) > (-1 if newest is None else step_of(newest)):
             names = (f"broken-{checkpoint.name}{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))

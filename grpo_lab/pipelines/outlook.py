@@ -1,5 +1,5 @@
-"""The stages of a pipeline looked at one after another, before the first of them begins: each with what those before it
-will leave, on the processes that it will have."""
+"""A look at a pipeline's stages, in order, before the first begins: what earlier ones will leave, on how many
+processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_lab.recipe.yaml import read_yaml
 
 @contextmanager
 def in_stage(name: str) -> Iterator[None]:
-    """Inside, a ValueError says which stage it is about."""
+    """Context in which a ValueError names the stage."""
     try:
         yield
     except ValueError as error:
@@ -27,14 +27,16 @@ def in_stage(name: str) -> Iterator[None]:
 
 
 class Outlook:
-    """``here_only``: a dry run, which need not reach the hub."""
+    """Checks stages one after another, and knows what the earlier ones will leave. ``here_only``: a dry run, which need
+    not reach the hub."""
 
     def __init__(self, here_only: bool) -> None:
         self.left: dict[str, ModelSection | None] = {}
         self._here_only = here_only
 
     def words(self, name: str, kind: Any, launch: str | None) -> str:
-        """Say what the stage will do. ValueError, naming it: what would stop it."""
+        """Return the stage's own words on what it will do. Raises ValueError, naming the stage, for
+        what would stop it."""
         processes = processes_of(launch, name)
         with in_stage(name), looking_ahead(Ahead(dict(self.left), processes, self._here_only)):
             if hasattr(kind, "plan"):
@@ -42,13 +44,14 @@ class Outlook:
             return ""
 
     def leave(self, kind: Any, folder: Path) -> None:
-        """Make what the stage will leave in ``folder`` known to those after it."""
+        """Record what the stage will leave in ``folder``, for the checks of later stages."""
         model = self._model_of(kind)
         for thing, place in getattr(kind, "leaves", {}).items():
             self.left[str(folder / place)] = model if thing == "model" else None
 
     def _model_of(self, kind: Any) -> ModelSection | None:
-        """The model that its own is made from; None: it makes none, or nobody knows (a team's)."""
+        """Return the model that the stage's own will be made from. None: it makes none, or that is not known (a team's
+        kind)."""
         if not type(kind).__module__.startswith("grpo_lab."):
             return None
         asked = kind.as_read() if hasattr(kind, "as_read") else kind
@@ -67,7 +70,8 @@ class Outlook:
 
 
 def processes_of(launch: str | None, name: str) -> int:
-    """Number of processes that an accelerate file says; 1 without one. ValueError: it says no number."""
+    """Return the number of processes in an accelerate file; 1 without one. Raises ValueError if it
+    is no usable number."""
     if not launch:
         return 1
     where = f"`stages.{name}.launch`"

@@ -1,11 +1,11 @@
-"""Recipe of a pipeline, as its YAML says it: its stages, each with a kind, a name, inputs, and settings of its own or
-of a file.
+"""Recipe of a pipeline: its stages, each with a kind, a name, inputs, and settings of its own or from a file.
 
     stages:
       - {stage: sample, name: samples, model: runs/start, data: {loader: word_problems, n: 100}, n_samples: 4}
       - {stage: rl, name: rl, recipe: team/rl.yaml, inputs: {model.path: start.model}, launch: team/ddp.yaml}
 
-docs/pipelines.md says every key. A file of one stage (``stage`` and its settings, no ``stages``) is a pipeline of one.
+docs/pipelines.md describes every key. A file of one stage (``stage`` and its settings, no ``stages``) is a pipeline of
+one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ OWN = ("stage", "name", "inputs", "launch", "slurm", "recipe")
 
 @settings(rest="settings")
 class StageSection:
-    """An entry of ``stages``: its kind, the name of its folder, its inputs (setting → ``<stage>.<thing>``), an
-    accelerate file, options of `sbatch`; other keys are its kind's."""
+    """One entry of ``stages``.
+
+    It has a kind (``stage``), the name of its folder, inputs (setting → ``<stage>.<thing>``), an accelerate file
+    (``launch``) and options of `sbatch` (``slurm``). Other keys are settings of its kind.
+    """
 
     stage: str
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}$"), must_be(OF_A_FOLDER)]
@@ -44,15 +47,18 @@ class StageSection:
 
     @property
     def before(self) -> tuple[str, ...]:
-        """The stages whose things it takes."""
+        """The stages from which it takes inputs."""
         return tuple(dict.fromkeys(wanted.partition(".")[0] for wanted in self.inputs.values()))
 
 
 @settings()
 class PipelineRecipe:
-    """A whole pipeline. ``seed``: of every stage that has one and does not say it (rows keep theirs). ``max_hours``,
+    """Recipe of a whole pipeline.
+
+    ``seed`` is given to every stage that has a seed and does not set it (rows keep theirs). ``max_hours``,
     ``stop_file``: as in a recipe of `grpo-lab train` (docs/resume.md). ``slurm``: options of `sbatch` for every stage
-    (``--submit slurm``), before the stage's own."""
+    (``--submit slurm``); a stage's own replace them.
+    """
 
     name: str
     output_dir: Path
@@ -68,8 +74,10 @@ class PipelineRecipe:
             raise ValueError(f"`stages` has {twice[0]!r} twice, or it is a name of the folder's own; choose another")
 
     def in_order(self) -> list[StageSection]:
-        """List the stages, each after those whose things it takes, else in the order in which they are written.
-        ValueError for a circle, or a stage that is none."""
+        """List the stages, each after those that it takes inputs from, otherwise as they are written.
+
+        Raises ValueError for a cycle, or an input from a stage that does not exist.
+        """
         named = {one.name: one for one in self.stages}
         for one in self.stages:
             for setting, wanted in one.inputs.items():
@@ -91,8 +99,11 @@ class PipelineRecipe:
 
 
 def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", beside: Path = Path()) -> PipelineRecipe:
-    """A pipeline from a plain mapping; ``beside``: the folder of its file, where the files that it names may lie.
-    ValueError for an unknown key or a missing section."""
+    """Make a pipeline from a plain mapping. ``beside``: the folder of its file, where files that it names are also
+    looked for.
+
+    Raises ValueError for an unknown key or a missing section.
+    """
     if "stage" in given and "stages" not in given:  # a file of one stage
         kept = {name: value for name, value in given.items() if name not in ("name", "output_dir")}
         given = {**{name: given[name] for name in ("name", "output_dir") if name in given}, "stages": [kept]}
@@ -106,7 +117,7 @@ def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", besi
 
 
 def _entry(one: Mapping[str, Any], beside: Path) -> dict[str, Any]:
-    """An entry with the settings of its ``recipe``, its own in their place."""
+    """Return an entry with the settings of its ``recipe`` file. Its own settings replace those of the file."""
     own = {name: value for name, value in one.items() if name in OWN}
     stage = f"stages.{one.get('name', '?')}"
     own |= {name: _file(own[name], f"{stage}.{name}", beside) for name in ("recipe", "launch") if own.get(name)}
@@ -124,7 +135,7 @@ def _file(name: Any, setting: str, beside: Path) -> str:
 
 
 def plain_recipe(recipe: PipelineRecipe) -> dict[str, Any]:
-    """The mapping that `pipeline_from` reads back, with the settings of all files in it."""
+    """Return the mapping that `pipeline_from` reads back, with the settings of all files in it."""
     plain = plain_settings(recipe)
     plain["stages"] = [{**{key: one[key] for key in OWN if one.get(key)}, **one["settings"]} for one in plain["stages"]]
     return plain

@@ -1,8 +1,11 @@
-"""`grpo-lab rounds`: rejection fine-tuning (RFT, Online RFT, Expert Iteration) and preference training (DPO, SimPO) by
-rounds of one list of stages, each in a folder of its own; the next begins with the model that the one before left.
+"""`grpo-lab rounds`: rejection fine-tuning (RFT, Online RFT, Expert Iteration) and preference training (DPO, SimPO) in
+rounds.
+
+Every round has the same stages, in a folder of its own, and begins with the model that the one before left (?:
+optional):
 
     start/                       train? → evaluate?                  the model that samples first
-    round-1/, round-2/, …        sample → select → train → evaluate
+    round-1/, round-2/, …        sample → select → train → evaluate?
     rounds.jsonl, report.html    one line a round; the page
     the folder itself            when all rounds are done: the last model, evaluation/before, evaluation/after
 """
@@ -48,9 +51,12 @@ SHOWN = ("", "held-out accuracy", "length", "right", "kept", "ways a solved prob
 
 
 def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> list[Line]:
-    """Run ``recipe``, or go on with what an earlier, killed run left in the folder: one line for the start (round 0)
-    and each round, as in `rounds.jsonl`. ``overwrite`` begins anew. ValueError: another run or something else there, a
-    setting that does not fit, a round without rows; Interrupted: asked to stop."""
+    """Run ``recipe``, or continue what an earlier, killed run left in the folder.
+
+    Returns a line for the start (round 0) and each round, as in `rounds.jsonl`. ``overwrite`` begins anew. Raises
+    ValueError if the folder holds another run or something else, a setting does not fit, or a round has no rows. Raises
+    Interrupted if it is asked to stop.
+    """
     ready = resolve(ROUNDS, recipe, overwrite)
     folder = recipe.output_dir
     about = {
@@ -93,7 +99,7 @@ def _one_by_one(recipe: RoundsRecipe, rounds: Rounds, run: CommandRun) -> list[L
 
 
 def _finish(recipe: RoundsRecipe, lines: Sequence[Line], run: CommandRun) -> None:
-    """Put the last model and both evaluations where every other command looks for them, and write the page."""
+    """Copy the last model and both evaluations to where every other command looks for them, and write the page."""
     folder = run.folder
     first = round_folder(folder, 0)
     last = round_folder(folder, recipe.rounds.count)
@@ -110,17 +116,18 @@ def _finish(recipe: RoundsRecipe, lines: Sequence[Line], run: CommandRun) -> Non
 
 
 def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
-    """Say what `grpo-lab rounds` will do. ValueError for what would stop it."""
+    """Describe what `grpo-lab rounds` will do, for ``--dry-run``. Raises ValueError for what would stop it."""
     return plan_of(ROUNDS, recipe, overwrite)
 
 
 def round_folder(folder: Path, number: int) -> Path:
-    """Return ``start`` for 0, else ``round-<number>``."""
+    """Return the folder of a round: ``start`` for 0, else ``round-<number>``."""
     return folder / (f"round-{number}" if number else "start")
 
 
 def left_by(recipe: RoundsRecipe, number: int) -> str:
-    """Return the model that a round leaves: a folder; of the start perhaps the recipe's own, or its hub name."""
+    """Return the folder of the model that a round leaves. For the start (0) it may be the recipe's own model, or its
+    hub name."""
     if number == 0 and recipe.model.path is not None and recipe.cold_start is None:
         return recipe.model.path
     return str(round_folder(recipe.output_dir, number) / MODEL)
@@ -134,8 +141,8 @@ def stages_of(recipe: RoundsRecipe, asked: Questions, cold_rows: Any = None) -> 
 
 
 def of_start(recipe: RoundsRecipe, cold_rows: Any = None) -> list[Stage]:
-    """List the stages of the start: its model is built, or loaded and given its cold start, where the recipe says so,
-    and measured where it has held-out rows."""
+    """List the stages of the start: ``train`` if its model has to be built or needs a cold start, ``evaluate`` if there
+    are held-out rows and the recipe asks for it."""
     folder = round_folder(recipe.output_dir, 0)
     sampling = recipe.sampling
     model = left_by(recipe, 0)
@@ -152,7 +159,7 @@ def of_start(recipe: RoundsRecipe, cold_rows: Any = None) -> list[Stage]:
 
 
 def of_round(recipe: RoundsRecipe, number: int, rows: Sequence[Mapping[str, Any]], reward: Any) -> list[Stage]:
-    """List the stages of round ``number``: sample → select → train → evaluate?"""
+    """List the stages of round ``number``: sample, select, train and, if there are held-out rows, evaluate."""
     folder = round_folder(recipe.output_dir, number)
     sampling = recipe.sampling
     current = left_by(recipe, number - 1)
@@ -162,7 +169,8 @@ def of_round(recipe: RoundsRecipe, number: int, rows: Sequence[Mapping[str, Any]
         begin = start if recipe.base is None else str(recipe.base.path)
 
     def ask(workspace: Workspace) -> Facts:
-        """`samples.jsonl`: n completions of each of the round's questions by the current model, scored."""
+        """Sample n completions of each of the round's questions with the current model, and score them:
+        `samples.jsonl`."""
         questions = questions_of(number, len(rows), recipe.rounds.questions, sampling.seed)
         drawn = replace(sampling, seed=seed_of(sampling.seed, number, "sample"))
         said = {"model": None, "reward": describe(recipe.reward)}  # which model, its files say
@@ -171,13 +179,13 @@ def of_round(recipe: RoundsRecipe, number: int, rows: Sequence[Mapping[str, Any]
         return sample_facts(lines, len(questions))
 
     def select(workspace: Workspace) -> Facts:
-        """`rows.jsonl`: what the round is trained on. ValueError where nothing can be."""
+        """Choose what the round is trained on: `rows.jsonl`. Raises ValueError if there is nothing."""
         who = f"round {number}, `method: {recipe.method}`: "
         otherwise = f", in another `output_dir` or with --overwrite; the model so far is {current}"
         return choose(samples_in(folder / SAMPLES, rows), recipe.way, folder, who, otherwise)
 
     def train(workspace: Workspace) -> Facts:
-        """`model/`: TRL's trainer on the round's rows; a fresh optimizer."""
+        """Train on the round's rows with TRL's trainer and a fresh optimizer: `model/`."""
         seed = seed_of(sampling.seed, number, "train")
         training = {"use_cpu": sampling.use_cpu, **recipe.training}
         reference = None
@@ -200,7 +208,7 @@ def of_round(recipe: RoundsRecipe, number: int, rows: Sequence[Mapping[str, Any]
 
 
 def _check(recipe: RoundsRecipe, overwrite: bool) -> None:
-    """Refuse trainings that cannot be, and several processes."""
+    """Raise ValueError for training settings that are not possible, and for several processes."""
     settings = check_training(recipe.method, recipe.training)
     check_trackers(settings.get("report_to"), "training.report_to")
     if recipe.cold_start is not None:
@@ -210,7 +218,7 @@ def _check(recipe: RoundsRecipe, overwrite: bool) -> None:
 
 
 def _follow(recipe: RoundsRecipe, earlier: Facts) -> None:
-    """Refuse fewer rounds than there are."""
+    """Raise ValueError if the recipe has fewer rounds than the run in its folder."""
     if recipe.rounds.count < earlier.get("count", 0):
         raise ValueError(
             f"`rounds.count` is {recipe.rounds.count} and `output_dir` {str(recipe.output_dir)!r} has a run of "
@@ -219,7 +227,8 @@ def _follow(recipe: RoundsRecipe, earlier: Facts) -> None:
 
 
 def _load(recipe: RoundsRecipe, asked: Questions, overwrite: bool, here_only: bool) -> Any:
-    """Load the rows of the cold start that is still to be made. ValueError: rows or models that do not fit."""
+    """Load the rows of the cold start, if it is still to be made. Raises ValueError for rows or
+    models that do not fit."""
     number = recipe.rounds.questions
     if asked.rows is not None:
         if recipe.keep is not None and recipe.keep.gold and GOLD not in asked.rows.column_names:
@@ -243,7 +252,7 @@ def _load(recipe: RoundsRecipe, asked: Questions, overwrite: bool, here_only: bo
 
 
 def _words(recipe: RoundsRecipe, ready: Resolved, overwrite: bool) -> Words:
-    """Say how a round goes, and how far an earlier run has come."""
+    """Describe for the dry run how a round goes, and how far an earlier run has come."""
     asked = ready.asked
     count = recipe.rounds.count
     done = kept(recipe)
@@ -273,7 +282,7 @@ def _words(recipe: RoundsRecipe, ready: Resolved, overwrite: bool) -> Words:
 
 
 def _settings(recipe: RoundsRecipe) -> dict[str, Any]:
-    """Return the settings that the files of the rounds depend on; `rounds.count` may grow."""
+    """Return the settings that decide the files of the rounds. `rounds.count` is not among them: it may grow."""
     said = settings_of(recipe, recipe.model.path, recipe.base and recipe.base.path)
     said["rounds"].pop("count")
     return said
@@ -291,9 +300,11 @@ def lines_of(rounds: Iterable[Mapping[str, Facts]]) -> list[Line]:
 
 
 def line_of(number: int, facts: Mapping[str, Mapping[str, Any]], before: Sequence[Line]) -> Line:
-    """The line of round ``number`` (0: the start). ``kept_share`` = own rows or pairs / samples; ``ways`` = right
-    answers that differ, a problem solved; ``tokens`` generated and optimizer ``steps`` also as totals over the rounds
-    so far (a cold start's steps are not among them)."""
+    """Return the line of round ``number`` (0: the start).
+
+    ``kept_share`` = own rows or pairs / samples; ``ways`` = different right answers per solved problem. ``tokens``
+    generated and optimizer ``steps`` are also given as totals over the rounds so far, without a cold start's steps.
+    """
     sample, select, train, found = (facts.get(name, {}) for name in ("sample", "select", "train", "evaluate"))
     accuracy = found.get("accuracy") or {}
     total = before[-1] if before else {}

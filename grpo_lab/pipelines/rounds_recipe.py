@@ -1,6 +1,8 @@
-"""A recipe of `grpo-lab rounds`, its words for ``--dry-run``, and the questions and seeds that follow from it. The
-methods differ in settings alone (`METHODS`): what a recipe leaves out is the method's. A key that is no section is one
-of `SamplingSettings`."""
+"""Recipe of `grpo-lab rounds`, its words for ``--dry-run``, and the questions and seeds that follow from it.
+
+The methods differ in settings alone: what a recipe leaves out is taken from `METHODS`. Keys that are no fields are
+`SamplingSettings`'.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,11 @@ IMITATE = ("rft", "online_rft", "expert_iteration")
 
 @settings()
 class RoundSettings:
-    """``rounds``: how often, on how many ``questions`` (new ones until all were asked; None: all), and where each
-    training begins: with the ``last`` round's model, or the same ``base`` each time (STaR, arXiv 2203.14465)."""
+    """``rounds``: how many, the number of ``questions`` in each, and the model that each training begins with.
+
+    Questions are new ones until all were asked; None: all of them, each time. ``train_from``: the ``last`` round's
+    model, or the same ``base`` each time (STaR, arXiv 2203.14465).
+    """
 
     count: Positive
     train_from: Literal["base", "last"]
@@ -53,20 +58,23 @@ class RoundSettings:
 
 @settings()
 class ContrastSettings(Contrast):
-    """``pairs``: which answers are held against each other; ``reference``, DPO's π₀: the model that the ``round`` began
-    with (iterated DPO), or the start model (``base``) in all of them."""
+    """``pairs``: which answers are compared, and DPO's ``reference`` policy π₀.
+
+    The reference is the model that the ``round`` began with (iterated DPO), or the start model (``base``) in all
+    rounds.
+    """
 
     reference: Literal["round", "base"] = "round"
 
 
 @settings(rest="sampling")
 class RoundsRecipe:
-    """A whole run of rounds.
+    """A recipe of `grpo-lab rounds`.
 
     Args:
-        model, cold_start: as in a recipe of `grpo-lab train`; what comes out is the start model, which samples first.
-        base: what ``train_from: base`` begins with (default: the start model). The RFT paper takes the pretrained model
-            that the start model was made from.
+        model, cold_start: as in a recipe of `grpo-lab train`; they make the start model, which samples first.
+        base: the model that ``train_from: base`` begins with (default: the start model). The RFT paper takes the
+            pretrained model that the start model was made from.
         training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``, of each round.
         keep_models: false removes a round's model when the next one is trained.
     """
@@ -91,7 +99,7 @@ class RoundsRecipe:
 
     @property
     def way(self) -> Keep | ContrastSettings:
-        """The rule that chooses rows out of the samples."""
+        """The rule that chooses training rows from the samples."""
         if self.method in IMITATE:
             return self.keep or Keep()
         return self.pairs or ContrastSettings()
@@ -141,8 +149,11 @@ class RoundsRecipe:
 
 
 def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds") -> RoundsRecipe:
-    """A recipe from a plain mapping, with the method's own settings where it says none. ValueError: an unknown method
-    or key (with the nearest match), a missing section, settings that do not go together."""
+    """Make a recipe from a plain mapping; settings that it leaves out are the method's.
+
+    Raises ValueError for an unknown method or key (with the nearest match), a missing section, or settings that exclude
+    each other.
+    """
     check_command(written, "rounds")
     method = written.get("method")
     if method not in METHODS:
@@ -159,7 +170,7 @@ def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds")
 
 
 def stages_in_words(recipe: RoundsRecipe, rows: int | None) -> Words:
-    """Sampling, selection and training of a round; ``rows``: how many there are, where that is known."""
+    """Describe the sampling, selection and training of a round. ``rows``: how many there are, if that is known."""
     sampling = recipe.sampling
     way = recipe.way
     last = "the model of the round before"
@@ -191,8 +202,8 @@ def stages_in_words(recipe: RoundsRecipe, rows: int | None) -> Words:
 
 
 def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:
-    """The rows that round ``number`` (from 1) asks: all, or the next ``asked`` of an order drawn anew when they run
-    out."""
+    """Return the rows that round ``number`` (from 1) asks: all, or the next ``asked`` of a random order, which is drawn
+    anew when it runs out."""
     if asked is None:
         return list(range(total))
     lap, place = divmod(number - 1, total // asked)
@@ -201,6 +212,6 @@ def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[
 
 
 def seed_of(seed: int, number: int, what: str) -> int:
-    """The seed of one thing in one round, below 2³¹: of the run's seed, the round and the thing's name alone."""
+    """Return a seed below 2³¹ that depends on the run's seed, the round and the name ``what`` alone."""
     digest = hashlib.sha256(f"{seed}/{number}/{what}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

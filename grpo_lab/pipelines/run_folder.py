@@ -1,10 +1,11 @@
-"""The folder of `grpo-lab train`: whose it is, what may differ when it is gone on with, and from which checkpoint.
+"""The output folder of `grpo-lab train`: which run it holds, what may differ on a resume, and from which checkpoint.
 
-    RunFolder.open(recipe)    new, gone on with or finished: asked once, by the main process, before anything is loaded
+    RunFolder.open(recipe)    new, to be resumed or finished: the main process looks once, before anything is loaded
     claimed(folder, job)      locked and marked as this run's for a block (``pipelines.open_run``)
 
-``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl``, ``evaluation/before`` and ``/after``,
-``cold_start/`` (the model RL started from), ``report.html``; the final model in the folder itself."""
+It holds ``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl``, ``evaluation/before`` and
+``/after``, ``cold_start/`` (the model RL started from), ``report.html``, and the final model in the folder itself.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ MEASURED = "evaluation/"
 
 
 class State(Enum):
-    """How an output folder was found."""
+    """State in which an output folder was found."""
 
     NEW = "new"
     GOES_ON = "goes on"
@@ -42,18 +43,18 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What the output folder of a recipe holds, and what is asked for now.
+    """What the output folder of a recipe holds, and what the recipe asks for now.
 
     Attributes:
         settings: the recipe as plain values; ``fingerprint``: its hash.
         starts_from: folders of the models that the recipe begins with.
-        written: `when_written` at the look.
-        record: what ``run.json`` said of the run that is gone on with, or is finished; empty for a new one.
+        written: `when_written` when the folder was looked at.
+        record: ``run.json`` of the run that is to be resumed, or is finished; empty for a new one.
         has_begun: whether that run has made something that its settings decided.
-        changed: settings that are not as they were; none of them can change the run's past.
-        gone: files that the run had left when it was done, and that are not there any more.
-        start_is_whole: whether the model that RL starts from was saved to its end.
-        is_measured: whether that model's evaluation is whole.
+        changed: settings that differ from that run's; none of them changes what it has done.
+        gone: files that the run had left when it was done, and that are missing now.
+        start_is_whole: whether the model that RL starts from was saved completely.
+        is_measured: whether that model's evaluation is complete.
     """
 
     place: Path
@@ -71,16 +72,19 @@ class RunFolder:
 
     @classmethod
     def open(cls, recipe: Recipe, overwrite: bool = False, resume: bool = False) -> RunFolder:
-        """Look at the output folder of ``recipe``, its numbers read: the same command goes on with a run that has
-        begun, with ``resume`` or without. The main process looks, every process has its answer; nothing is written.
-        ValueError: the folder holds something else, a run of another recipe, or cannot be written."""
+        """Look at the output folder of ``recipe``, after `numbers_read`; nothing is written.
+
+        The same command resumes a run that has begun, with ``resume`` or without. The main process looks, and every
+        process gets its answer. Raises ValueError if the folder holds something else or a run of another recipe, or
+        cannot be written.
+        """
         if overwrite and resume:
             raise ValueError("--overwrite and --resume contradict each other; give one of them")
         return told_by_main(lambda: _look_at(recipe, overwrite))
 
     @property
     def state(self) -> State:
-        """How the folder was found."""
+        """The state in which the folder was found."""
         if not self.record:
             return State.NEW
         if self.record.get("finished") and not self.is_opened_again:
@@ -89,7 +93,7 @@ class RunFolder:
 
     @property
     def trained(self) -> int | None:
-        """Steps of the training where it is over; None where there is something left to train."""
+        """Steps of the training if it is over; None if something is left to train."""
         without_model = any(not one.startswith(MEASURED) for one in self.gone)
         if self.is_longer or without_model:
             return None
@@ -97,23 +101,25 @@ class RunFolder:
 
     @property
     def is_longer(self) -> bool:
-        """Return whether the run is to go further, or less far, than it was."""
+        """Return whether the recipe asks for another length of training than the run had."""
         return any(one.of(*LENGTH) for one in self.changed)
 
     @property
     def is_measured_anew(self) -> bool:
-        """Return whether another evaluation is asked for."""
+        """Return whether the recipe asks for another evaluation than the run had."""
         return any(one.of("evaluation") for one in self.changed)
 
     @property
     def is_opened_again(self) -> bool:
-        """Return whether there is something left to do in a finished run."""
+        """Return whether a finished run has something left to do."""
         return bool(self.is_longer or self.is_measured_anew or self.gone)
 
     def newest_checkpoint(self, max_steps: int, read: bool = True) -> tuple[Path | None, list[str]]:
-        """Find the newest checkpoint that is whole on every node, and say why newer ones are not. ``read``: by content,
-        too, where there are steps left. ValueError: it is beyond ``max_steps`` (≤ 0: epochs say it), or there is none,
-        and what is asked for cannot be made without."""
+        """Find the newest checkpoint that is complete on every node, and why newer ones were passed over.
+
+        ``read`` also checks its content, if steps are left. Raises ValueError if it is beyond ``max_steps`` (≤ 0:
+        epochs decide), or if there is none and what is asked for needs one.
+        """
         if self.state is State.NEW:
             return None, []
         reads = read and self.trained is None
@@ -129,8 +135,10 @@ class RunFolder:
         return newest, passed
 
     def rows_to_train(self, job: Job, processes: int) -> dict[str, Any] | None:
-        """Return the fingerprint of the rows; None where nothing is left to train. ValueError where a run with steps
-        still to train would go on with other rows, or another number of processes."""
+        """Return the fingerprint of the rows; None if nothing is left to train.
+
+        Raises ValueError if a run with steps left would resume with other rows, or another number of processes.
+        """
         if self.trained is not None:
             return None
         rows = rows_fingerprint(job.rows)
@@ -149,7 +157,7 @@ class RunFolder:
 
 
 def told_by_main(ask: Callable[[], Answer]) -> Answer:
-    """Ask on the main process alone; every process has its answer, or raises its ValueError."""
+    """Call ``ask`` on the main process alone; every process returns its answer, or raises its ValueError."""
     answer: Any = None
     refused: ValueError | None = None
     if PartialState().is_main_process:
@@ -165,7 +173,7 @@ def told_by_main(ask: Callable[[], Answer]) -> Answer:
 
 
 def _look_at(recipe: Recipe, overwrite: bool) -> RunFolder:
-    """Look at the folder, on the main process."""
+    """Look at the folder; called on the main process."""
     place = recipe.output_dir
     when = when_written(place)
     settings = plain_settings(recipe)
@@ -190,7 +198,7 @@ def _look_at(recipe: Recipe, overwrite: bool) -> RunFolder:
 
 
 def when_written(folder: Path) -> tuple[int, ...] | None:
-    """Return what tells one ``run.json`` in ``folder`` from the next; None: there is none."""
+    """Return a stamp that tells one ``run.json`` in ``folder`` from the next; None if there is none."""
     try:
         found = (folder / RUN).stat()
     except OSError:
@@ -199,8 +207,8 @@ def when_written(folder: Path) -> tuple[int, ...] | None:
 
 
 def has_begun(folder: Path, record: Mapping[str, Any]) -> bool:
-    """Return whether the run in ``folder`` has made something that its settings decided: a checkpoint, whole or not, a
-    step in its metrics, a model."""
+    """Return whether the run in ``folder`` has made something that its settings decided: a checkpoint, complete or not,
+    a step in its metrics, a model."""
     metrics = folder / "metrics.jsonl"
     return bool(
         record.get("trained")
@@ -212,13 +220,13 @@ def has_begun(folder: Path, record: Mapping[str, Any]) -> bool:
 
 
 def start_is_whole(folder: Path) -> bool:
-    """Return whether the model that RL starts from was saved to its end: the tokenizer is written after the weights."""
+    """Return whether the model that RL starts from was saved completely: the tokenizer is written after the weights."""
     start = folder / "cold_start"
     return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
 
 
 def is_measured(folder: Path) -> bool:
-    """Return whether the evaluation of the start model is whole (Ctrl-C leaves a part)."""
+    """Return whether the evaluation of the start model is complete (Ctrl-C leaves a part)."""
     try:
         return EvaluationResult.read(folder / "evaluation" / "before").stopped is None
     except (OSError, ValueError, RecursionError):
@@ -226,15 +234,17 @@ def is_measured(folder: Path) -> bool:
 
 
 def _starts_from(recipe: Recipe) -> list[Path]:
-    """Folders of the model, and of the critic, that ``recipe`` begins with."""
+    """Return the folders of the model, and of the critic, that ``recipe`` begins with."""
     value = recipe.arguments.get("value")
     critic = value.get("model") if isinstance(value, Mapping) else value
     return [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
 
 
 def refuse_lost(folder: Path, gone: Sequence[str], newest: Path | None) -> None:
-    """ValueError where one of the files that are ``gone`` from a finished run cannot be made again: what was measured
-    on the way, or a model of which no checkpoint (``newest``) is left."""
+    """Raise ValueError if a file that is ``gone`` from a finished run cannot be made again.
+
+    That is a measurement during the training, or a model of which no checkpoint (``newest``) is left.
+    """
     for one in gone:
         if one.startswith(f"{MEASURED}step_"):
             why = "it was measured in the training, which is over"
@@ -249,7 +259,7 @@ def refuse_lost(folder: Path, gone: Sequence[str], newest: Path | None) -> None:
 
 
 def check_length(folder: Path, newest: Path | None, max_steps: int) -> None:
-    """ValueError where the checkpoint ``newest`` is beyond ``max_steps`` (≤ 0: epochs say it)."""
+    """Raise ValueError if the checkpoint ``newest`` is beyond ``max_steps`` (≤ 0: epochs decide)."""
     if newest is not None and 0 < max_steps < step_of(newest):
         done = f"{folder} has done {step_of(newest)} steps ({newest.name})"
         raise ValueError(f"`max_steps` is {max_steps}, and {done}; give at least that")

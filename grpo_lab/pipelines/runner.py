@@ -1,8 +1,9 @@
-"""`grpo-lab pipeline`: a YAML's stages (``pipelines/pipeline_recipe.py``) in the order of their inputs, each in the
-folder of its name; killed anywhere, the same command goes on.
+"""`grpo-lab pipeline`: run a YAML's stages (``pipelines/pipeline_recipe.py``) in the order of their inputs.
 
-What has to be done with a stage ``pipelines/standing.py`` says; its files ``pipelines/entries.py`` writes. While it is
-done, its lock is held: beside a pipeline, another process may do another stage of it (``only``)."""
+Each has a folder of its name. After a kill the same command continues. ``pipelines/standing.py`` says what has to be
+done with a stage; ``pipelines/entries.py`` writes its files. A stage is locked while it is done, so another process may
+do another stage of the pipeline (``only``).
+"""
 
 from __future__ import annotations
 
@@ -44,9 +45,12 @@ PIPELINE_OF_RANK = "GRPO_LAB_PIPELINE_PROCESS"
 def run_pipeline(
     recipe: PipelineRecipe, overwrite: bool = False, only: str | None = None, launched: bool = False
 ) -> dict[str, Facts]:
-    """Run ``recipe``, or go on with what an earlier, killed run left in the folder: stage → facts. ``overwrite`` begins
-    anew; ``only``: one stage, whose inputs are there (``launched``: as one of its processes). ValueError: something
-    else is in the folder, or a setting does not fit; Interrupted: asked to stop."""
+    """Run ``recipe``, or continue what an earlier, killed run left in the folder. Returns stage → facts.
+
+    ``overwrite`` begins anew; ``only``: one stage, whose inputs are there (``launched``: as one of its processes).
+    Raises ValueError if something else is in the folder, or a setting does not fit. Raises Interrupted if it is asked
+    to stop.
+    """
     folder = recipe.output_dir
     if launched:
         entry = next(one for one in entries_of(recipe) if one.name == only)
@@ -76,7 +80,7 @@ def run_pipeline(
 
 
 def _go_through(entries: Sequence[Entry], files: PipelineFiles, workspace: Workspace) -> list[str]:
-    """Carry the stages out, and keep `pipeline.json`; return the names of those that were done now."""
+    """Run the stages, and keep `pipeline.json` up to date; return the names of those that were done now."""
     try:
         return carry_out(entries, workspace, PipelineRun(files))
     finally:
@@ -85,7 +89,7 @@ def _go_through(entries: Sequence[Entry], files: PipelineFiles, workspace: Works
 
 @dataclass
 class PipelineRun(Caller):
-    """A run of a pipeline: while a stage is done its lock is held, and the pipeline's files say how far it is."""
+    """A run of a pipeline: locks each stage while it is done, and keeps the pipeline's files up to date."""
 
     files: PipelineFiles
 
@@ -98,7 +102,7 @@ class PipelineRun(Caller):
         console.print(record.why, style="dim", soft_wrap=True)
 
     def run(self, stage: Entry, workspace: Workspace) -> Mapping[str, Any] | None:
-        """Do the stage, here or on its processes."""
+        """Do the stage in this process, or on the processes of its accelerate file."""
         if not stage.section.launch:
             with in_stage(stage.name):
                 return super().run(stage, Workspace(stage.folder, workspace.stop, workspace.facts))
@@ -111,8 +115,11 @@ class PipelineRun(Caller):
 
 
 def forget_stages(recipe: PipelineRecipe) -> None:
-    """Remove every stage that is in the folder, whichever recipe left it; of a link the link alone. ValueError: another
-    process is at one of them. Nothing else is touched."""
+    """Remove every stage in the folder, whichever recipe left it, and nothing else. Of a link, only the link is
+    removed.
+
+    Raises ValueError if another process is at one of them.
+    """
     found = [one for one in sorted(recipe.output_dir.iterdir()) if "." not in one.name and (one / STAGE).is_file()]
     with ExitStack() as held:
         for place in found:  # all of them, before the first one goes
@@ -126,8 +133,8 @@ def forget_stages(recipe: PipelineRecipe) -> None:
 
 @contextmanager
 def _held(place: Path) -> Iterator[None]:
-    """Hold the lock of the stage in ``place`` for the block; nobody writes there who was left over when a launcher was
-    killed."""
+    """Hold the lock of the stage in ``place`` for the block. Raises ValueError if a process is still at work there,
+    such as one that outlived its killed launcher."""
     name = place.name
     with one_writer(place.parent, LOCK_OF_STAGE.format(name), f"stage {name!r} of {str(place.parent)!r}"):
         if (place / LOCK).exists():
@@ -137,7 +144,7 @@ def _held(place: Path) -> Iterator[None]:
 
 
 def _as_launched(entry: Entry, folder: Path) -> Facts:
-    """Do a stage as one of its processes; the first keeps the results, for the pipeline that launched it."""
+    """Do a stage as one of its processes. The first one writes the results, for the pipeline that launched it."""
     _end_with_launcher(entry)
     first = int(os.environ.get("RANK", "0")) == 0
     asked = processes_of(entry.section.launch, entry.name)
@@ -162,8 +169,11 @@ def _as_launched(entry: Entry, folder: Path) -> Facts:
 
 
 def _end_with_launcher(entry: Entry) -> None:
-    """Let this rank be asked to stop when its launcher ends. Interrupted: that has ended already, during the seconds in
-    which this process imported what it needs; nobody would ask it any more."""
+    """Have this rank asked to stop when its launcher ends.
+
+    Raises Interrupted if the launcher ended already, while this process imported what it needs: nobody would ask it any
+    more.
+    """
     die_with_parent(signal.SIGUSR1)
     pipeline = os.environ.get(PIPELINE_OF_RANK)
     if pipeline is not None and int(pipeline) not in [one.pid for one in psutil.Process().parents()]:
@@ -171,8 +181,11 @@ def _end_with_launcher(entry: Entry) -> None:
 
 
 def _launch(entry: Entry, recipe: PipelineRecipe, stop: StopRequests) -> None:
-    """The stage on the processes that its accelerate file says. ``Interrupted``: asked to stop, and they did. They are
-    asked one by one: the launcher itself would kill them 30 seconds later, or leave a single one behind."""
+    """Run the stage on the processes of its accelerate file. Raises Interrupted if it was asked to stop, and they did.
+
+    The processes are asked one by one: the launcher itself would kill them 30 seconds later, or leave a single one
+    behind.
+    """
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(entry.section.launch)]
     launch += [*words_of_stage(recipe, entry.name), "--launched"]
     environment = {**os.environ, PIPELINE_OF_RANK: str(os.getpid())}
@@ -193,7 +206,8 @@ def _launch(entry: Entry, recipe: PipelineRecipe, stop: StopRequests) -> None:
 
 
 def words_of_stage(recipe: PipelineRecipe, name: str) -> list[str]:
-    """Words that follow `python` (or `accelerate launch`) to do one stage of what stands in the folder."""
+    """Return the words after `python` (or `accelerate launch`) that do one stage of the pipeline in
+    the output folder."""
     file = str(recipe.output_dir / RECIPE)
     folder = str(recipe.output_dir)
     return ["-m", "grpo_lab", "pipeline", "run", file, "--only", name, "--output_dir", folder]
@@ -202,8 +216,8 @@ def words_of_stage(recipe: PipelineRecipe, name: str) -> list[str]:
 def plan_of_pipeline(
     recipe: PipelineRecipe, overwrite: bool = False, only: str | None = None, launched: bool = False, run: bool = False
 ) -> Words:
-    """Say what `grpo-lab pipeline` will do, and (not for a ``run``) what it takes. ValueError for what would stop it,
-    as far as it can be known before."""
+    """Describe what `grpo-lab pipeline` will do and (not for a ``run``) what it takes. Raises ValueError for what would
+    stop it, as far as that is known before."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not launched:
         raise ValueError("`grpo-lab pipeline` runs in one process; a stage's `launch` names an accelerate file for it")
     entries = entries_of(recipe)

@@ -1,4 +1,4 @@
-"""What makes a recipe that of the run in a folder: the same settings, but for those that cannot change its past."""
+"""Whether a recipe is that of the run in a folder: the same settings, but for those that cannot change its past."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ way, where its server is, how memory is used."""
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Short hash of everything the settings of a recipe say about the run; equal recipes are the same run."""
+    """Return a short hash of a recipe's settings, but for the address of its server. Equal hashes mean the same run."""
     arguments = {name: value for name, value in settings["arguments"].items() if name not in ADDRESS}
     text = json.dumps({**settings, "arguments": arguments}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def changed_since(folder: Path, record: Mapping[str, Any], settings: Mapping[str, Any], now: str) -> list[Difference]:
-    """Return which ``settings`` are not as they were in the run in ``folder``, by its ``recipe.yaml``; where that
-    cannot be read, by its ``record``, whose fingerprint is to be ``now``. ValueError: it is another run."""
+    """Return the ``settings`` that differ from those of the run in ``folder``, by its ``recipe.yaml``.
+
+    If that cannot be read, the fingerprint in its ``record`` must be ``now``. Raises ValueError if it is another run.
+    """
     try:
         then = parsed(read_text(folder / "recipe.yaml"), "recipe.yaml")
     except (OSError, ValueError):
@@ -60,6 +62,7 @@ def changed_since(folder: Path, record: Mapping[str, Any], settings: Mapping[str
 
 
 def may_differ(found: Difference) -> bool:
-    """Return whether the setting cannot change what the run has done so far, or is measured beside it."""
+    """Return whether a setting may differ on a resume: it cannot change what the run has done, or is only measured
+    beside it."""
     beside = found.of("evaluation", "eval_dataset", "model.expected")
     return beside or found.name.partition(".")[0] in CANNOT_CHANGE_THE_PAST

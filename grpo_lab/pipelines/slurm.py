@@ -1,5 +1,8 @@
-"""`grpo-lab pipeline run FILE --submit slurm`: a batch script for each stage, and one that submits them, each after
-those whose things it takes (`--dependency=afterok`). Slurm does the waiting; there is no scheduler of ours."""
+"""`grpo-lab pipeline run FILE --submit slurm`: write a batch script for each stage, and one that submits them.
+
+Each job waits for those whose outputs it takes (`--dependency=afterok`). Slurm does the waiting; there is no scheduler
+of ours.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ exit $code
 
 
 def write_batch_scripts(recipe: PipelineRecipe) -> Path:
-    """`slurm/<stage>.sbatch` and `slurm/submit.sh` in the output folder → the latter; a recipe's `slurm` over ours."""
+    """Write `slurm/<stage>.sbatch` and `slurm/submit.sh` in the output folder; return the latter. A recipe's `slurm`
+    options replace ours."""
     folder = recipe.output_dir / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
     PipelineFiles(recipe, entries_of(recipe)).begin()

@@ -1,10 +1,11 @@
-"""The engine of every command: it carries out a list of stages in their order, each of them once; killed anywhere, the
-same command goes on.
+"""The engine of every command: it runs a list of stages in order, each of them once. After a kill the same command
+continues.
 
-A stage is a kind (``pipelines/kinds.py`` says what one is) under a name, in the folder where it works. Its marker is a
-``StageRecord``, written whole. A stage whose marker says `done` is not done again; any other is done from its beginning
-(samples are kept by their batches, a training by its checkpoint). Whatever a stage draws follows from the run's seed,
-its folder and its name, so that a run that was killed leaves the same files as one that was not."""
+A stage is a kind (``pipelines/kinds.py``) with a name, and the folder where it works. Its marker file is a
+``StageRecord``. A stage whose marker says `done` is not done again; any other is done from its beginning (samples are
+kept by their batches, a training by its checkpoint). Whatever a stage draws follows from the run's seed, its folder and
+its name. So a run that was killed leaves the same files as one that was not.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _collected = [0.0]
 
 @dataclass(frozen=True)
 class Work:
-    """Kind of stage that one command alone has: a function of the workspace, and what a kind says of itself."""
+    """Kind of stage that one command alone has: a function of the workspace, with the attributes of a kind."""
 
     run: Callable[[Any], Mapping[str, Any] | None]
     leaves: Mapping[str, str] = field(default_factory=dict)
@@ -42,13 +43,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Stage:
-    """A kind at its place in a command.
+    """One stage of a command.
 
     Args:
         name: of the stage; its marker is `<name>.json` in ``folder``.
-        kind: what is done, and what it leaves there; a place `.` is a model in the folder itself.
+        kind: what is done, and what is left in ``folder``; the place `.` means a model in the folder itself.
         reads: files and folders of earlier stages that it is made from.
-        remembered: false leaves no marker: the stage is cheap, or its own files say whether it is done.
+        remembered: False writes no marker: the stage is cheap, or its own files say whether it is done.
     """
 
     name: str
@@ -63,42 +64,42 @@ class Stage:
 
     @property
     def whole(self) -> bool:
-        """Return whether a stop breaks it off, so that it is done again; else a stop ends it where it looks
-        (``runs.stop_requests``)."""
+        """Return whether a stop breaks the stage off anywhere, so that it is done again. Else it ends where it checks
+        for a stop (``runs.stop_requests``)."""
         return bool(getattr(self.kind, "whole", False))
 
     @property
     def places(self) -> list[str]:
-        """Places in its folder of all that it leaves and keeps."""
+        """Places in the stage's folder of all that it leaves and keeps."""
         return [*getattr(self.kind, "leaves", {}).values(), *getattr(self.kind, "keeps", ())]
 
     def record(self) -> StageRecord:
-        """Read the stage's record. ValueError: the marker is damaged."""
+        """Read the stage's record. Raises ValueError if the marker is damaged."""
         if self.remembered:
             return StageRecord.read(self.folder, self.name, self.name, self.marker)
         return StageRecord(self.name, self.name)
 
     def due(self, record: StageRecord) -> str:
-        """Say why the stage is to be done; empty where it is not."""
+        """Return why the stage is to be done; empty if it is done."""
         if record.status == DONE:
             return ""
         return NEW
 
     def begin(self, record: StageRecord, why: str) -> None:
-        """Make its folder ready."""
+        """Make the stage's folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def finish(self, record: StageRecord) -> None:
-        """Write the marker."""
+        """Write the marker, which says that the stage is done."""
         record.status = DONE
         if self.remembered:
             record.write(self.folder, self.marker)
 
     def fail(self, record: StageRecord, error: BaseException) -> None:
-        """Leave no marker: the command says what has ended it."""
+        """Write nothing: the command itself reports the error that ended the stage."""
 
     def lost(self, gone: Collection[Path]) -> list[Path]:
-        """List its places of which something is ``gone``."""
+        """List the stage's places of which something is ``gone``."""
         found = []
         for name in self.places:
             place = self.folder / name
@@ -112,14 +113,14 @@ class Stage:
 
 
 class Caller:
-    """Caller of the engine, and what it does beside its stages; this one does nothing."""
+    """Hooks that a command adds to its stages; this base class adds nothing."""
 
     def hold(self, stage: Any) -> AbstractContextManager[object]:
-        """Keep other processes away from a stage that is to be done."""
+        """Context that keeps other processes away from a stage while it is done."""
         return nullcontext()
 
     def begins(self, stage: Any, record: StageRecord) -> None:
-        """Say that a stage begins."""
+        """Report that a stage begins."""
 
     def run(self, stage: Any, workspace: Any) -> Mapping[str, Any] | None:
         """Do the stage itself, and return its facts."""
@@ -127,13 +128,15 @@ class Caller:
         return found
 
     def ends(self, stage: Any, seconds: float) -> None:
-        """Say how long a stage has taken; its marker follows, so that a kill loses no time."""
+        """Report how long a stage has taken. Its marker is written after that, so that a kill loses no time."""
 
 
 def carry_out(stages: Iterable[Stage], workspace: Workspace, caller: Caller | None = None) -> list[str]:
-    """Do every stage that is not done, in order, and return the names of those that were done now;
-    ``workspace.facts`` has the facts of all of them afterwards. ValueError: a damaged marker; Interrupted: asked to
-    stop."""
+    """Do every stage that is not done, in order, and return the names of those that were done now.
+
+    Afterwards ``workspace.facts`` has the facts of all of them. Raises ValueError for a damaged marker, Interrupted if
+    it is asked to stop.
+    """
     caller = caller or Caller()
     done = []
     for stage in stages:
@@ -169,7 +172,8 @@ def _do(stage: Stage, record: StageRecord, why: str, workspace: Workspace, calle
 
 @contextmanager
 def _stopped_where_it_looks(stop: StopRequests, whole: bool) -> Iterator[None]:
-    """Context around a stage and its marker: a stop ends the stage where it looks, one that is ``whole`` anywhere."""
+    """Context around a stage and its marker. A stop ends the stage where it checks for one, or anywhere if it is
+    ``whole``."""
     with nullcontext() if whole else stop.defer_stop():
         yield
     began = time.perf_counter()
@@ -181,8 +185,11 @@ def _stopped_where_it_looks(stop: StopRequests, whole: bool) -> Iterator[None]:
 
 
 def make_again(stages: Sequence[Stage], gone: Collection[Path]) -> None:
-    """Have what is ``gone`` from a finished run made again: the stages that made it have no marker any more, nor have
-    those before them that made what they read, where that is not there either."""
+    """Prepare the stages so that they make again what is ``gone`` from a finished run.
+
+    The stages that made it lose their markers. So do earlier stages that made what those read, if that is not there
+    either.
+    """
     wanted = {*gone}
     for stage in reversed(stages):
         lost = stage.lost(wanted)

@@ -1,11 +1,12 @@
-"""Marker of a stage, `stage.json` in its folder: what it was made from, how far it is, its results and what it left.
+"""Marker of a stage, `stage.json` in its folder: its inputs, its status, its results and what it left.
 
     {"name", "kind", "status": "running" | "failed" | "broken off" | "done", "why", "error", "settings", "inputs",
      "before", "seconds", "results", "digests", "versions", "left", "taken"}
 
-Written whole before the stage begins and when it ends. Whether it is to be done again ``pipelines.standing`` says, from
-this and from what is asked. ``left``: the files of its results; ``taken``: those that it was made from. Where several
-stages of a command share a folder, their markers are called `<stage>.json`, and are written when they are done."""
+It is written before the stage begins and when it ends. From it, and from what is asked, ``pipelines.standing`` decides
+whether the stage is done again. ``left``: the files of its results; ``taken``: those that it was made from. If several
+stages of a command share a folder, their markers are called `<stage>.json`, and are written when they are done.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +42,11 @@ _LONGEST_ERROR = 500
 
 @dataclass
 class StageRecord(PipelineStage):
-    """Record of a stage as its folder says it. ``settings``: as written, with the ``inputs`` (setting → stage.thing).
-    ``digests``: stage.thing, or what a setting names → what it held."""
+    """Record of a stage, as read from its folder. ``settings``: as written, with the ``inputs`` (setting →
+    stage.thing).
+
+    ``digests``: stage.thing, or a file that a setting names → digest of what it held.
+    """
 
     digests: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -58,7 +62,7 @@ class StageRecord(PipelineStage):
 
     @classmethod
     def read(cls, folder: Path, name: str, kind: str, marker: str = STAGE) -> StageRecord:
-        """Read the record of the stage that worked in ``folder``. ValueError for a damaged file."""
+        """Read the record of the stage that worked in ``folder``. Raises ValueError if the file is damaged."""
         file = folder / marker
         if marker == STAGE:
             advice = "move the folder away, and the stage is done again"
@@ -74,11 +78,11 @@ class StageRecord(PipelineStage):
         return record
 
     def write(self, folder: Path, marker: str = STAGE) -> None:
-        """Write the record into ``folder``, whole."""
+        """Write the record into ``folder``; a kill leaves the earlier file or the new one."""
         write_json(folder / marker, asdict(self))
 
     def reason(self, settings: Mapping[str, Any], digests: Mapping[str, str], gone: Sequence[str]) -> str:
-        """Say why a stage that is asked for with ``settings`` and made from ``digests`` is to be done; empty where it
+        """Return why a stage with these ``settings``, made from what has these ``digests``, is to be done; empty if it
         is not. ``gone``: what it has left and is no longer there."""
         changed = [str(one) for one in differing(self.settings, settings)]
         changed += [f"{name} has changed" for name, one in digests.items() if self.digests.get(name, one) != one]
@@ -93,20 +97,22 @@ class StageRecord(PipelineStage):
         return ""
 
     def due(self, folder: Path, settings: Mapping[str, Any], digests: Mapping[str, str], left: Collection[str]) -> str:
-        """Say why the stage in ``folder`` is to be done, without writing anything; empty where it is not. ``left``:
-        places of what it leaves."""
+        """Return why the stage in ``folder`` is to be done; empty if it is not. Nothing is written. ``left``: places of
+        what it leaves."""
         return self.reason(settings, digests, [place for place in left if not (folder / place).exists()])
 
     def begin(self, folder: Path, settings: Facts, digests: dict[str, str], left: Collection[str]) -> bool:
-        """Return whether the stage in ``folder`` is to be done (``due``); its folder is ready then."""
+        """Return whether the stage in ``folder`` is to be done (``due``). If so, its folder is prepared."""
         why = self.due(folder, settings, digests, left)
         if why:
             self.prepare(folder, why, settings, digests)
         return bool(why)
 
     def prepare(self, folder: Path, why: str, settings: Mapping[str, Any], digests: Mapping[str, str]) -> None:
-        """Make the ``folder`` of a stage that is to be done ready: as a killed stage left it, or empty; what was in it
-        stands beside it then as `<name>.before-<n>`."""
+        """Prepare the ``folder`` of a stage that is to be done: as a killed stage left it, or empty.
+
+        What was in it is then renamed to `<name>.before-<n>`, beside it.
+        """
         if not why.startswith(GOES_ON):
             self.seconds = None
             if folder.is_dir() and not is_empty(folder):  # never emptied
@@ -126,13 +132,13 @@ class StageRecord(PipelineStage):
         self.write(folder)
 
     def finish(self, folder: Path, places: Iterable[str]) -> None:
-        """Done, with what is at ``places`` of ``folder``."""
+        """Record that the stage is done, with the files that are at ``places`` of ``folder``."""
         self.status = DONE
         self.left = seen_at([folder / place for place in places], folder)
         self.write(folder)
 
     def end(self, folder: Path, status: str, error: BaseException | str = "") -> None:
-        """Record that the stage is not done, and why not."""
+        """Record that the stage is not done, and why."""
         if isinstance(error, str):
             said = error
         else:
@@ -143,8 +149,8 @@ class StageRecord(PipelineStage):
 
 
 def facts_alone(file: Path, advice: str) -> Facts | None:
-    """Read the marker of a command's stage as it was until 2026-11-27: the facts of a stage that is done, and nothing
-    else. None: there is no such file, or it holds a whole record."""
+    """Read a marker as it was until 2026-11-27: the facts of a stage that is done, and nothing else. None: there is no
+    such file, or it holds a complete record."""
     found = read_marker(file, advice)
     if file.is_file() and "status" not in found:
         return found
@@ -152,7 +158,8 @@ def facts_alone(file: Path, advice: str) -> Facts | None:
 
 
 def seen_at(places: Iterable[Path], folder: Path | None = None) -> Seen:
-    """See the files at each of ``places`` (``recipe.digests.seen``), but where they are very many."""
+    """Return size, time and digest of the files at each of ``places`` (``recipe.digests.seen``), unless they are very
+    many."""
     found: Seen = {}
     for place in places:
         files = files_of(place)
@@ -162,7 +169,7 @@ def seen_at(places: Iterable[Path], folder: Path | None = None) -> Seen:
 
 
 def named_in(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what ``settings`` name that may be a file or a folder."""
+    """Yield the values in ``settings`` that may name a file or a folder."""
     for setting, value in flat(settings):
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, str) and len(one) < 1000 and (setting.rpartition(".")[2] in PATHS or "/" in one):
@@ -170,18 +177,18 @@ def named_in(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def digests_of(settings: Mapping[str, Any], inputs: Mapping[str, Path]) -> dict[str, str]:
-    """Digest what ``inputs`` hold now, and each file and folder that ``settings`` name."""
+    """Return digests of what is at ``inputs`` now, and of each file and folder that ``settings`` name."""
     return digests_at({**inputs, **{one: Path(one) for one in named_in(settings)}})
 
 
 def digests_at(places: Mapping[str, Path]) -> dict[str, str]:
-    """Digest what stands at each of ``places`` now; one where nothing does is left out."""
+    """Return the digest of what is at each of ``places`` now. A place where nothing is has none."""
     return {name: digest for name, place in sorted(places.items()) if (digest := digest_of(place))}
 
 
 def digest_of(place: Path) -> str:
-    """Digest a file, a folder with a model (weights, tokenizer, template: `model_files`), or every file of another
-    folder. Empty: nothing is there."""
+    """Return the digest of a file, of a model's folder (weights, tokenizer, template: `model_files`), or of every file
+    of another folder; empty if nothing is there."""
     if place.is_file():
         return file_digest(place)
     if not place.is_dir():

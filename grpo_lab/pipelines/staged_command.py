@@ -1,7 +1,8 @@
-"""Commands whose recipe asks a saved model, as a list of stages: `curate`, `rounds`, `long2short`.
+"""What the commands `curate`, `rounds` and `long2short` share: each samples a saved model, as a list of stages.
 
-What a command is made of stands here once: what its recipe names is loaded (``resolve``), for the run as for its dry
-run (``plan_of``); its folder is held, and ``run.json`` kept (``running``). The stages are the command's own."""
+``resolve`` loads what a recipe names, for the run as for its dry run (``plan_of``). ``running`` holds the folder and
+keeps ``run.json`` up to date. The stages are the command's own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from grpo_lab.runs.stop_requests import StopRequests
 
 @dataclass(frozen=True)
 class Resolved:
-    """Rows, judge and held-out rows of a recipe, ``more`` that its command alone loads, and the rows' fingerprint."""
+    """What a recipe names, loaded: rows, judge and held-out rows, ``more`` that its command alone loads, and the rows'
+    fingerprint."""
 
     asked: Questions
     more: Any = None
@@ -34,17 +36,19 @@ class Resolved:
 
 @dataclass(frozen=True)
 class StagedCommand:
-    """Description of a command by what it does in its own way.
+    """The functions and names in which one command differs from the others.
 
     Args:
         name: of the command in ``run.json`` (``pipeline``).
-        check: recipe, ``overwrite``; ValueError for settings, or samples of an earlier run, that do not fit.
-        load: recipe, rows and judge, ``overwrite``, ``here_only`` → what else is loaded. ValueError: what does not fit.
-        words: recipe, what was loaded, ``overwrite`` → what it will do, title → words.
-        settings: what two runs of one folder must have in common, of a recipe.
-        rows: name in ``run.json`` of the fingerprint of the rows; empty: another file knows them.
+        check: gets recipe and ``overwrite``; raises ValueError for settings, or an earlier run's samples, that do not
+            fit.
+        load: recipe, rows and judge, ``overwrite``, ``here_only`` → what else is loaded; raises ValueError for a
+            misfit.
+        words: recipe, what was loaded, ``overwrite`` → what the dry run shows, title → words.
+        settings: recipe → the settings that two runs of one folder must have in common.
+        rows: key in ``run.json`` of the rows' fingerprint; empty: another file knows them.
         marker: file that says whose the folder is.
-        follow: recipe, what an earlier run in its folder says of itself; ValueError where it cannot go on with that.
+        follow: gets recipe and an earlier run's marker; raises ValueError if it cannot continue that run.
     """
 
     name: str
@@ -57,15 +61,18 @@ class StagedCommand:
     follow: Callable[[Any, Facts], None] = lambda recipe, earlier: None
 
     def earlier(self, recipe: Any, overwrite: bool) -> Facts:
-        """Read what an earlier run in the recipe's folder says of itself (``earlier_run``)."""
+        """Return what an earlier run in the recipe's folder says of itself (``earlier_run``)."""
         found = earlier_run(recipe, self.name, overwrite, self.settings, self.marker)
         self.follow(recipe, found)
         return found
 
 
 def resolve(command: StagedCommand, recipe: Any, overwrite: bool, here_only: bool = False) -> Resolved:
-    """Load what ``recipe`` names; nothing is written. In a dry run (``here_only``) rows that are on the hub and not
-    here are None. ValueError for what would stop the run."""
+    """Load what ``recipe`` names; nothing is written. In a dry run (``here_only``) rows that are only on the hub are
+    None.
+
+    Raises ValueError for what would stop the run.
+    """
     command.check(recipe, overwrite)
     then = command.earlier(recipe, overwrite).get(command.rows)
     asked = questions(recipe.data, recipe.reward, getattr(recipe, "evaluation", None), here_only)
@@ -77,16 +84,18 @@ def resolve(command: StagedCommand, recipe: Any, overwrite: bool, here_only: boo
 
 
 def plan_of(command: StagedCommand, recipe: Any, overwrite: bool = False) -> Words:
-    """Say what the command will do. ValueError for what would stop it."""
+    """Describe what the command will do, for ``--dry-run``. Raises ValueError for what would stop it."""
     words = command.words(recipe, resolve(command, recipe, overwrite, here_only=True), overwrite)
     return {**words, **again_in_words(recipe.output_dir, overwrite), "output folder": str(recipe.output_dir)}
 
 
 @contextmanager
 def locked_run(recipe: Any, earlier: Callable[[], Facts]) -> Iterator[tuple[StopRequests, Facts]]:
-    """Hold the lock of a command's folder for the block, and let the run be asked to stop (``Interrupted``, here or in
-    the block). ``earlier``: what an earlier run, which is gone on with, says of itself; empty: this one is new, and a
-    stop file that waits is an earlier one's."""
+    """Hold the lock of a command's folder for the block, and let the run be asked to stop.
+
+    ``earlier`` returns what an earlier run, which is continued, says of itself. If that is empty, this run is new, and
+    a stop file that is there was meant for an earlier one. Raises Interrupted on a stop, here or in the block.
+    """
     folder = recipe.output_dir
     with one_writer(folder), StopRequests(folder, recipe.max_hours, recipe.stop_file) as stop:
         found = earlier()
@@ -96,7 +105,7 @@ def locked_run(recipe: Any, earlier: Callable[[], Facts]) -> Iterator[tuple[Stop
 
 @dataclass
 class CommandRun(Caller):
-    """A run of a command in its folder; ``about``: what ``run.json`` says of it."""
+    """A run of a command in its folder; ``about``: the content of ``run.json``."""
 
     folder: Path
     stop: StopRequests
@@ -107,7 +116,7 @@ class CommandRun(Caller):
         return bool(self.about["finished"])
 
     def write(self, **more: Any) -> None:
-        """Write ``run.json`` with what is new."""
+        """Update ``run.json`` with ``more``."""
         self.about |= more
         write_run(self.folder, self.about)
 
@@ -132,12 +141,12 @@ def running(
     about: Mapping[str, Any],
     forget: Iterable[Path] | None = None,
 ) -> Iterator[CommandRun]:
-    """Hold the recipe's folder for the block (``locked_run``), and keep ``run.json``. What a finished run has lost is
-    made again by the ``stages`` that made it.
+    """Hold the recipe's folder for the block (``locked_run``), and keep ``run.json``. The ``stages`` make again what a
+    finished run has lost.
 
     Args:
         about: what ``run.json`` says of the run, besides name, versions, seconds and whether it is finished.
-        forget: files and folders of an earlier run that this one takes the place of; None: that one is gone on with.
+        forget: files and folders of an earlier run to remove, since this run replaces it; None: that run is continued.
     """
     folder = recipe.output_dir
     with locked_run(recipe, lambda: command.earlier(recipe, overwrite=forget is not None)) as (stop, found):

@@ -1,13 +1,16 @@
-"""Standing of each stage of a pipeline: what has to be done with it now, and why. One answer for `run`, `--only`,
-`--dry-run`, `status`, `show` and the report.
+"""Standing of each stage of a pipeline: what has to be done with it now, and why.
 
-    new       it has not begun                       waits     it is done, and a stage that it reads is not
-    again     what it is made from has changed, or   goes on   it was broken off, has failed, or a result that nobody
-              what others take of it is gone                   takes (an evaluation) is gone
-    done      nothing
+The answer is the same for `run`, `--only`, `--dry-run`, `status`, `show` and the report:
 
-A stage that waits is done again where what it reads comes out in another way. An output that was edited counts as it
-now is: who takes it is done again, and its own stage says so."""
+    new       it has not begun
+    again     what it is made from has changed, or an output that others take is gone
+    goes on   it was broken off, has failed, or a result that nobody takes (an evaluation) is gone
+    waits     it is done, and a stage that it reads is not
+    done      nothing has to be done
+
+A stage that waits is done again only if what it reads comes out differently. An output that was edited counts as it is
+now: stages that take it are done again, and its own stage reports the edit.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ LOCK_OF_STAGE = "{}.stage.lock"
 
 
 class Standing(NamedTuple):
-    """Where a stage stands: whether it has to be done, and why. ``edited`` names files of its results that were changed
+    """What has to be done with a stage (``state``), and why. ``edited`` names files of its results that were changed
     after it had left them."""
 
     state: str
@@ -46,9 +49,10 @@ class Standing(NamedTuple):
 class Asked:
     """Everything that a pipeline asks of a stage now, as ``pipeline.json`` keeps it.
 
-    settings: those that anything follows from, and its ``inputs``. takes: stage.thing → place in the pipeline's folder.
-    named: files and folders that the settings name. leaves: places in its own folder that others can take; keeps: those
-    of results that nobody takes."""
+    settings: those that its results depend on, and its ``inputs``. takes: stage.thing → place in the pipeline's folder.
+    named: files and folders that the settings name. leaves: places in its own folder that others can take; keeps:
+    places of results that nobody takes.
+    """
 
     settings: Mapping[str, Any]
     takes: Mapping[str, str]
@@ -58,17 +62,17 @@ class Asked:
 
     @property
     def before(self) -> list[str]:
-        """The stages whose things it takes."""
+        """The stages from which it takes inputs."""
         return list(dict.fromkeys(one.partition(".")[0] for one in self.takes))
 
     def places(self, folder: Path) -> dict[str, Path]:
-        """Places of all that the stage is made from, in a pipeline's ``folder``."""
+        """Return the places of everything that the stage is made from, in a pipeline's ``folder``."""
         return {name: folder / place for name, place in self.takes.items()} | {one: Path(one) for one in self.named}
 
 
 @dataclass(frozen=True)
 class Look:
-    """The look at a stage: what it is made from, which of what it left is gone or edited."""
+    """What was found on the disk about a stage: digests of its inputs, and which of its results are gone or edited."""
 
     digests: Mapping[str, str]
     gone: Sequence[str] = ()
@@ -77,7 +81,8 @@ class Look:
 
 
 def standing(record: StageRecord, asked: Asked, look: Look, before: Mapping[str, Standing]) -> Standing:
-    """Decide; nothing is read. ``before``: of the stages that it takes things of."""
+    """Decide what has to be done with a stage; nothing is read. ``before``: the standing of the stages that it takes
+    inputs from."""
     edited = tuple(look.edited)
     why = record.reason(asked.settings, look.digests, look.gone)
     if why:
@@ -91,7 +96,7 @@ def standing(record: StageRecord, asked: Asked, look: Look, before: Mapping[str,
 
 
 def look_at(folder: Path, name: str, record: StageRecord, asked: Asked) -> Look:
-    """See what ``standing`` asks for, in the pipeline's ``folder``."""
+    """Read from the pipeline's ``folder`` what ``standing`` needs to know."""
     digests = digests_at(asked.places(folder))
     place = folder / name
     gone = [one for one in asked.leaves if not (place / one).exists()]
@@ -109,7 +114,7 @@ def look_at(folder: Path, name: str, record: StageRecord, asked: Asked) -> Look:
 
 
 def _gone_by_its_run(place: Path) -> list[str]:
-    """List what the command that worked in ``place`` misses there."""
+    """List the files that the command in ``place`` left there when it finished, and that are gone."""
     try:
         return gone_from(place, read_record(place / RUN))
     except ValueError:
@@ -117,7 +122,7 @@ def _gone_by_its_run(place: Path) -> list[str]:
 
 
 def survey(folder: Path, asked: Mapping[str, Asked], records: Mapping[str, StageRecord]) -> dict[str, Standing]:
-    """The standing of each stage, in the order of ``asked``: each after those that it takes things of."""
+    """Return the standing of each stage. ``asked`` must name each after those that it takes inputs from."""
     found: dict[str, Standing] = {}
     for name, one in asked.items():
         found[name] = standing(records[name], one, look_at(folder, name, records[name], one), found)
@@ -125,7 +130,7 @@ def survey(folder: Path, asked: Mapping[str, Asked], records: Mapping[str, Stage
 
 
 def state_of(folder: Path, record: StageRecord) -> str:
-    """Return how far a stage is: one that says it runs, and whose lock nobody holds, was broken off."""
+    """Return a stage's status. If it says that it runs, and nobody holds its lock, it was broken off."""
     locked = record.status == RUNNING and is_locked(folder / LOCK_OF_STAGE.format(record.name))
     if record.status == RUNNING and not locked:
         return BROKEN_OFF
@@ -133,8 +138,11 @@ def state_of(folder: Path, record: StageRecord) -> str:
 
 
 def stages_now(folder: Path) -> list[PipelineStage]:
-    """The stages of the pipeline in ``folder`` as they stand now, for who shows them; empty where its file cannot be
-    read, which ``read_stages`` names. A stage of which it does not say what is asked says so."""
+    """Return the stages of the pipeline in ``folder`` with their standing now, to be shown.
+
+    Empty if its file cannot be read, which ``read_stages`` reports. A stage of which the file does not say what is
+    asked gets that as its error.
+    """
     try:
         listed = read_record(folder / STAGES, {"stages": list})["stages"]
         listed = [checked_object(one, {"name": str, "kind": str, "inputs": dict, "before": list}) for one in listed]
@@ -171,7 +179,7 @@ def stages_now(folder: Path) -> list[PipelineStage]:
 
 
 def _asked(said: Mapping[str, Any]) -> Asked | None:
-    """Read what `pipeline.json` says that is asked of a stage; None where that is damaged, or an earlier release's."""
+    """Read what `pipeline.json` says is asked of a stage; None if that is damaged, or an earlier release's."""
     try:
         needs = {"settings": dict, "takes": dict, "named": list, "leaves": list, "keeps": list}
         return Asked(**checked_object(said.get("asked"), needs))
@@ -180,7 +188,7 @@ def _asked(said: Mapping[str, Any]) -> Asked | None:
 
 
 def _record(folder: Path, said: Mapping[str, Any]) -> StageRecord:
-    """Read the record in a stage's own file; a damaged one is a failure that is said."""
+    """Read the record in a stage's own file. A damaged file becomes a failed stage, with the reason as its error."""
     name = str(said["name"])
     kind = str(said.get("kind"))
     try:
@@ -193,29 +201,29 @@ def _record(folder: Path, said: Mapping[str, Any]) -> StageRecord:
 
 
 def status(folder: Path, console: Console | None = None) -> None:
-    """Print how far every stage is. ValueError: no pipeline is in ``folder``."""
+    """Print how far every stage is. Raises ValueError if there is no pipeline in ``folder``."""
     pipeline_sections.status(folder, console, stages_now(folder))
 
 
 def show(folder: Path, console: Console | None = None) -> None:
-    """Draw the stages and how far each of them is."""
+    """Draw the stages, and how far each of them is."""
     pipeline_sections.show(folder, console, stages_now(folder))
 
 
 def report(place: Path) -> Path:
-    """Write the page of what is in ``place``; of a pipeline with its stages as they stand now."""
+    """Write the report page of ``place``; for a pipeline, with its stages as they stand now."""
     return write_report(place, stages_now)
 
 
 def left_in(folder: Path, places: Sequence[str]) -> list[str]:
-    """The names that a finished run's ``run.json`` keeps as ``left``: of the model in its ``folder``, and of every file
-    at ``places`` in it. Which of them are gone, ``gone_from`` says."""
+    """Return the names that a finished run's ``run.json`` keeps as ``left``: of the model in its ``folder``, and of
+    every file at ``places`` in it. ``gone_from`` says which of them are gone."""
     files = [*files_of_model(folder), *(file for place in places for file in files_of(folder / place))]
     return sorted({file.relative_to(folder).as_posix() for file in files})
 
 
 def again_in_words(folder: Path, overwrite: bool) -> dict[str, str]:
-    """Say for the dry run of a command what its finished run in ``folder`` misses."""
+    """Say for the dry run of a command which files its finished run in ``folder`` has lost."""
     gone = []
     if not overwrite:
         gone = gone_from(folder, read_marker(folder / RUN))

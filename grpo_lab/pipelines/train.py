@@ -1,4 +1,4 @@
-"""The main job as a list of stages: (start) → (evaluation before) → reinforcement → (evaluation after); then the
+"""`grpo-lab train` as a list of stages: (start), (evaluation before), reinforcement, (evaluation after); then the
 report."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOTHING_TO_SHARE = "the recipe has no `cold_start` to share among the arms; name
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """Outcome of a run: its folder, report and accuracies."""
+    """Result of a training run: its folder, its report, and the evaluations before and after."""
 
     folder: Path
     report: Path | None
@@ -57,9 +57,12 @@ class TrainingOutcome:
 
 
 def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> TrainingOutcome:
-    """Run ``recipe`` from beginning to end, or go on with it where its folder has begun (``resume`` or not). Every
-    process calls this; the main one evaluates and writes. ValueError: a setting that cannot be, or a folder that is not
-    this run's; Interrupted: asked to stop; the run can be resumed."""
+    """Run ``recipe`` from beginning to end, or resume it if its folder has begun (``resume`` or not).
+
+    Every process calls this and takes its share of the evaluations; the main one writes the results. Raises ValueError
+    for a setting that cannot be, or a folder that is not this run's; Interrupted if it is asked to stop: the run can
+    then be resumed.
+    """
     recipe = numbers_read(recipe)
     config = lab_config(recipe)
     with ended_by_signals(recipe.output_dir, config):
@@ -73,8 +76,10 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Trai
 
 
 def _stages(job: Job, run: OpenRun) -> list[Stage]:
-    """start? → evaluation before? → reinforcement → evaluation after?: those that are left of the run. They leave no
-    marker: whether a model, a checkpoint or an evaluation is whole is read off its own files."""
+    """List the stages that are left of the run: start?, evaluation before?, reinforcement, evaluation after?
+
+    They leave no marker: a model's, checkpoint's or evaluation's own files say whether it is complete.
+    """
     place = job.folder / "cold_start"
     cold = job.cold_start is not None
     made = cold or job.model.path is None or job.model.tokenizer is not None
@@ -102,7 +107,7 @@ def _stages(job: Job, run: OpenRun) -> list[Stage]:
 
 @dataclass
 class TrainingRun(Caller):
-    """A run of `grpo-lab train`: a rule before each stage, its seconds in ``run.json``."""
+    """A run of `grpo-lab train`: prints a heading before each stage, and writes its seconds into ``run.json``."""
 
     job: Job
     opened: OpenRun
@@ -120,8 +125,7 @@ class TrainingRun(Caller):
 
 
 def _report(job: Job, run: OpenRun) -> TrainingOutcome:
-    """Say in ``run.json`` that the run is finished, write its page and show what it has come to, on the main
-    process."""
+    """Record in ``run.json`` that the run is finished, write its page and print its results, on the main process."""
     folder = job.folder
     if not PartialState().is_main_process:
         return TrainingOutcome(folder, None, None, None)
@@ -138,7 +142,7 @@ def _report(job: Job, run: OpenRun) -> TrainingOutcome:
 
 
 def _left_alone(run: OpenRun) -> TrainingOutcome:
-    """Return what a finished run has come to: no step more, no evaluation again."""
+    """Return the results of a finished run, without a further step or evaluation."""
     folder = run.folder.place
     console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
     found = read_run(folder, run.record)
@@ -155,9 +159,11 @@ def shared_start(
     seed: int = 0,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Return the place of the model after the cold start that several trainings begin from: made once, and again where
-    it was made from something else, which then stands beside it (``stage_record``). ValueError: there is no cold
-    start."""
+    """Return the folder of the model after the cold start, from which several trainings begin.
+
+    It is made once. If it was made from something else, it is made again, and the earlier one is kept beside it
+    (``stage_record``). Raises ValueError if there is no cold start.
+    """
     if cold is None:
         raise ValueError(NOTHING_TO_SHARE)
     from grpo_lab.trainer.supervised.methods import cold_start
@@ -184,7 +190,7 @@ def shared_start(
 
 
 def _make_start(job: Job, start: Path) -> None:
-    """The model that RL starts from, where it is tiny or has a cold start."""
+    """Make the model that RL starts from: a tiny one, one after a cold start, or one with another tokenizer."""
     config = job.config
     model, tokenizer = load_model(job.model, config.seed)
     if job.cold_start is not None:
@@ -205,7 +211,7 @@ def _make_start(job: Job, start: Path) -> None:
 
 
 def _reinforce(job: Job, start: str, run: OpenRun) -> None:
-    """Train, save the model, and say so in ``run.json``."""
+    """Train, save the model, and record that in ``run.json``."""
     from grpo_lab.trainer.resume.going_on import VerifiedCheckpoint
     from grpo_lab.trainer.trl_bridge import policy_parameters
 
@@ -267,7 +273,7 @@ def _reinforce(job: Job, start: str, run: OpenRun) -> None:
 
 @contextmanager
 def _ended_as_asked(trainer: Any, run: OpenRun) -> Iterator[None]:
-    """Context around ``train()``: raises ``Interrupted`` where it was broken off, or lost its server, after it was
+    """Context around ``train()``. Raises ``Interrupted`` if training was broken off, or lost its server, after it was
     asked to stop."""
     try:
         yield
@@ -282,7 +288,8 @@ def _ended_as_asked(trainer: Any, run: OpenRun) -> Iterator[None]:
 
 
 def _end_if_asked(trainer: Any, asked: str | None, run: OpenRun) -> None:
-    """``Interrupted`` on every process if one was asked to stop; the checkpoint is written. Ctrl-C says so itself."""
+    """Raise ``Interrupted`` on every process if one was asked to stop; the checkpoint is written. Not for Ctrl-C, which
+    raises its own error."""
     if asked is None or asked == "SIGINT":
         return
     step = trainer.state.global_step or None
@@ -300,7 +307,8 @@ def _evaluate(job: Job, model: str, which: str) -> None:
 
 
 class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
-    """Greedy held-out answers of the policy every so many steps, by all ranks and the engine of the rollouts."""
+    """Callback that evaluates the policy every so many steps: greedy held-out answers, by all ranks and the engine of
+    the rollouts."""
 
     def __init__(self, trainer: Any, section: EvaluationSection, folder: Path) -> None:
         policy = PolicyGenerator(trainer, bool(section.log_probs))
@@ -323,8 +331,11 @@ class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
 
 
 def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[RewardSection]:
-    """The recipe's rewards with the weights in force, then those that a named trainer declares, or an environment owns.
-    One that carries its own weight has that when its schedule is over, and the schedule."""
+    """Return the recipe's rewards with the weights in force, then those that a named trainer declares or an environment
+    owns.
+
+    A reward that carries its own weight gets the weight that it has when its schedule is over, and the schedule.
+    """
     weights = trainer.args.reward_weights or [reward.weight for reward in sections]
     found = [replace(reward, weight=float(weight)) for reward, weight in zip(sections, weights, strict=False)]
     whole = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_weights.tolist(), strict=True)
@@ -338,7 +349,8 @@ def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[Re
 
 
 def _show_samples(before: EvaluationResult | None, after: EvaluationResult, count: int = 3) -> None:
-    """The first held-out problems with the model's own words, so that a reader sees whether they are solutions."""
+    """Print the first held-out problems with the model's own words, so that a reader sees whether they are
+    solutions."""
     earlier = {}
     if before is not None:
         earlier = {outcome.problem: outcome for outcome in before.greedy}

@@ -1,1 +1,1 @@
-"""Recipes: their YAML, their sections, and everything that they name, resolved once."""
+"""Recipes: their YAML, their sections, and everything that they name, loaded and checked."""

@@ -1,5 +1,7 @@
-"""Assumptions of a plan where the stages of a pipeline are looked at before the first of them begins: the places that
-earlier stages will leave, the processes of a stage, and whether the hub is to be asked."""
+"""Assumptions of a plan that looks at a pipeline's stages before the first of them begins.
+
+They are the places that earlier stages will leave, the processes of a stage, and whether the hub is asked.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from grpo_lab.recipe.sections import ModelSection
 
 @dataclass(frozen=True)
 class Ahead:
-    """The outlook of one stage.
+    """Assumptions about one stage that has not begun.
 
     Args:
         left: places that earlier stages will leave → the model that theirs is made from; None: no model, or not known.
-        processes: how many the stage will run on.
+        processes: on how many the stage will run.
         here_only: a dry run, which need not reach the hub; a run refuses what it cannot have.
     """
 
@@ -37,7 +39,7 @@ _OUTLOOK: ContextVar[Ahead] = ContextVar("_OUTLOOK", default=_NOTHING)
 
 @contextmanager
 def looking_ahead(outlook: Ahead) -> Iterator[None]:
-    """Inside, what is checked takes ``outlook`` as given."""
+    """Context in which checks assume what ``outlook`` says."""
     before = _OUTLOOK.set(outlook)
     try:
         yield
@@ -46,12 +48,12 @@ def looking_ahead(outlook: Ahead) -> Iterator[None]:
 
 
 def outlook() -> Ahead:
-    """The assumptions in force now; none outside of a pipeline."""
+    """Return the assumptions in force. Outside of a pipeline nothing is assumed."""
     return _OUTLOOK.get()
 
 
 def to_come(value: Any) -> bool:
-    """Return whether ``value`` is, or holds, a place that an earlier stage will leave."""
+    """Return whether ``value`` is, or holds, a place that an earlier stage has still to make."""
     if isinstance(value, Mapping):
         return any(map(to_come, value.values()))
     if isinstance(value, list | tuple):
@@ -74,7 +76,8 @@ def made_from(section: ModelSection) -> ModelSection | None:
 
 
 def check_file(place: str, where: str) -> Path | None:
-    """The file at ``place``; None for one that an earlier stage will leave. ValueError: there is none."""
+    """Return the file at ``place``; None if an earlier stage has still to make it. Raises
+    ValueError if there is none."""
     if to_come(place):
         return None
     if not Path(place).is_file():
@@ -83,8 +86,8 @@ def check_file(place: str, where: str) -> Path | None:
 
 
 def check_whole_model(section: ModelSection, where: str = "model.path") -> None:
-    """ValueError for a folder that is not there, or holds no whole model: an adapter cannot be trained further, nor be
-    merged."""
+    """Raise ValueError if the section's folder is not there, holds no model, or only an adapter. An adapter cannot be
+    trained further, nor be merged."""
     if section.path is None:
         return
     if not to_come(section.path):
@@ -99,15 +102,20 @@ def check_whole_model(section: ModelSection, where: str = "model.path") -> None:
 
 
 def check_engine(asked: bool, setting: str, here_only: bool = True, kernels: bool = True) -> None:
-    """ValueError where ``setting`` asks for an engine that cannot be had. A dry run may plan for another machine, and
-    says it beside its plan (``cli``). ``kernels``: the engine is to run in this process."""
+    """Raise ValueError if ``setting`` asks for an engine that is not available.
+
+    A dry run may plan for another machine, and notes that beside its plan (``cli``). ``kernels``: the engine is to run
+    in this process.
+    """
     if asked and not (here_only and outlook().here_only):
         refuse_without_engine(f"`{setting}`", kernels)
 
 
 def model_here(section: ModelSection, here_only: bool = True) -> tuple[Any, Any] | None:
-    """Tokenizer and configuration of a model; None where they are not known here: of an adapter, of one that no known
-    model is made into, and in a dry run (``here_only``) of a hub name."""
+    """Return tokenizer and configuration of a model; None if they are not known here.
+
+    They are not if an earlier stage makes it from an unknown model, nor, in a dry run (``here_only``), for a hub name.
+    """
     origin = made_from(section)
     if origin is None:
         return None
@@ -117,7 +125,8 @@ def model_here(section: ModelSection, here_only: bool = True) -> tuple[Any, Any]
 def known_model(
     section: ModelSection, where: str = "model.path", here_only: bool = True, whole: bool = False
 ) -> tuple[Any, Any] | None:
-    """`model_here`. ValueError: there is no such model, or it is an adapter where a ``whole`` one is needed."""
+    """Return `model_here`. Raises ValueError if there is no such model, or it is an adapter where a ``whole`` one is
+    needed."""
     if whole:
         check_whole_model(section, where)
     elif section.path is not None and not to_come(section.path):

@@ -1,4 +1,4 @@
-"""Objects made from a recipe's sections: rows, rewards, model and tokenizer."""
+"""Objects made from a recipe's sections: rewards, the trainer's class and its arguments."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ MAX_UNPARSEABLE_GOLDS = 0.01
 
 
 def judges_of(section: EvaluationSection) -> dict[str, Any]:
-    """``reward`` and ``measures`` of a recipe's ``evaluation``, built."""
+    """Build ``reward`` and ``measures`` of a recipe's ``evaluation``."""
     measures = {name: build_reward(one, f"evaluation.measures.{name}") for name, one in section.measures.items()}
     return {"reward": build_reward(section.reward, "evaluation.reward"), "measures": measures}
 
 
 def build_reward(section: RewardSection, where: str = "rewards") -> Any:
-    """The reward that ``section`` names: one of ours or TRL's, ``"module:attribute"`` of a team, or a reward model. A
-    reward model (a folder, or a hub name ``owner/name``) stays the text that TRL loads a sequence classifier from."""
+    """Build the reward that ``section`` names: one of ours or TRL's, ``"module:attribute"`` of a team, or a reward
+    model.
+
+    A reward model (a folder, or a hub name ``owner/name``) stays text: TRL loads a sequence classifier from it.
+    """
     if section.weight != 1.0 and where != "rewards":
         raise ValueError(f"`{where}.weight` is {section.weight:g} and has no effect: one reward judges; leave it out")
     if section.name in REWARDS:
@@ -81,8 +84,8 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
 
 
 def reach_reward_models(rewards: Iterable[Any]) -> None:
-    """ValueError for a reward model of the hub that cannot be had from here: TRL loads it, when its trainer is
-    built."""
+    """Raise ValueError for a reward model of the hub that cannot be reached from here. TRL loads it later, when its
+    trainer is built."""
     from transformers import AutoConfig
 
     for name in rewards:
@@ -92,7 +95,7 @@ def reach_reward_models(rewards: Iterable[Any]) -> None:
 
 
 def scoring_nothing(name: str) -> Any:
-    """Make a reward that scores nothing, in place of one that cannot be built yet, under the name that it will have in
+    """Make a reward that always gives 0, in place of one that cannot be built yet, under the name that it will have in
     the log."""
 
     def score(completions: list[Any], **_: Any) -> list[float]:
@@ -103,12 +106,12 @@ def scoring_nothing(name: str) -> Any:
 
 
 def _inside(section: RewardSection, where: str) -> Any:
-    """The reward that another one is around."""
+    """Build the reward that is the argument of another one."""
     return build_reward(read(RewardSection, section.arguments["reward"], where), where)
 
 
 def _reward_model(section: RewardSection, where: str) -> str:
-    """TRL loads it; what can be seen without the weights is looked at here."""
+    """Check a reward model by what can be seen without its weights, and return its name: TRL loads it."""
     from transformers import AutoConfig
 
     name = section.name
@@ -137,7 +140,7 @@ def _built(kind: Any, section: RewardSection | PluginSection, where: str, beside
 
 
 def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABLE_GOLDS) -> None:
-    """Check that every verifier accepts its own gold answers: ValueError where it cannot read more than ``limit`` of
+    """Check the gold answers with every verifier. Raises ValueError if one cannot use more than the share ``limit`` of
     them."""
     for reward in rewards:
         check = getattr(reward, "check_golds", None)
@@ -150,7 +153,8 @@ def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABL
 
 
 def trainer_class(name: str) -> Any:
-    """``trainer:`` of the recipe: a name of ours or ``module:Class``, a ``LabTrainer`` in any case."""
+    """Return the class that ``trainer:`` names: one of ours, or ``module:Class``. Raises ValueError if it is no
+    ``LabTrainer``."""
     from grpo_lab import LabTrainer
 
     if ":" in name:
@@ -166,8 +170,7 @@ def trainer_class(name: str) -> Any:
 
 
 def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Collect what the trainer is given beside model, rewards, rows and configuration, by the names of its
-    arguments."""
+    """Return the trainer's arguments by name, besides model, rewards, rows and configuration."""
     environment = recipe.environment_factory
     factory = None
     for tool in recipe.tools:
@@ -188,7 +191,7 @@ def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def _callback(section: PluginSection) -> Any:
-    """A class is built with the section's arguments, anything else is taken as it is."""
+    """Return a callback: a class is built with the section's arguments, an object is taken as it is."""
     from transformers import TrainerCallback
 
     found = load_named(section.name, "callbacks")

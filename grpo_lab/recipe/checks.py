@@ -1,7 +1,6 @@
-"""Checks of what would stop a training only when its trainer is built, or at its first generation: said before the
-first stage.
+"""Checks, before the first stage, of what would stop a training only when its trainer is built or first generates.
 
-Tokens are counted as each stage counts them, by the recipe's own tokenizer; rows too short to matter are passed over.
+Tokens are counted as each stage counts them, by the recipe's own tokenizer. Rows too short to matter are skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ TAKES_REWARDS = ("_calculate_rewards", "_generate_and_score_completions")
 
 
 def evaluation_tokens(recipe: Recipe) -> int:
-    """New tokens of an evaluation: ``evaluation.max_new_tokens``, else the training's ``max_completion_length``."""
+    """Return the new tokens of an evaluation: ``evaluation.max_new_tokens``, else the training's
+    ``max_completion_length``."""
     if recipe.evaluation is not None and recipe.evaluation.max_new_tokens is not None:
         return recipe.evaluation.max_new_tokens
     written = recipe.arguments.get("max_completion_length", NEW_TOKENS)
@@ -45,14 +45,16 @@ def evaluation_tokens(recipe: Recipe) -> int:
 def check_room(
     recipe: Recipe, trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
 ) -> str | None:
-    """Refuse what the run would refuse at its first evaluation or generation, and what a cold start would train out of
-    its context, by a ``ValueError`` that names the setting, the tokens and the context. Returns the context in words,
-    with a warning where completions may run beyond it; None where it is not known here.
+    """Check that prompts and completions fit in the model's context, and return the context in words.
+
+    Raises a ValueError that names the setting, the tokens and the context, for what the run would refuse at its first
+    evaluation or generation, and for a cold start on rows longer than the context. The words include a warning if
+    completions may run beyond it. None: the context is not known here.
 
     Args:
         trainer: its class.
         model: its tokenizer and configuration.
-        rows, held_out, cold_rows: of training, evaluation and cold start; None where there are none, or not here.
+        rows, held_out, cold_rows: of training, evaluation and cold start; None if there are none, or not here.
     """
     from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_limit
 
@@ -87,7 +89,8 @@ def check_room(
 
 
 def check_by(evaluation: EvaluationSection, held_out: Any) -> None:
-    """ValueError: ``evaluation.by`` is no column of the held-out rows. ``held_out``: None where they are not here."""
+    """Raise ValueError if ``evaluation.by`` is no column of the held-out rows. ``held_out``: None if they are
+    not here."""
     if evaluation.by is not None and held_out is not None and evaluation.by not in held_out.column_names:
         there = ", ".join(held_out.column_names)
         raise ValueError(f"`evaluation.by` is {evaluation.by!r}; the columns of `evaluation.data` are {there}")
@@ -96,8 +99,10 @@ def check_by(evaluation: EvaluationSection, held_out: Any) -> None:
 def check_held_out(
     section: EvaluationSection, otherwise: int, prompts: Sequence[Any], words: Any, context: int
 ) -> None:
-    """Refuse held-out rows of which not one prompt fits: others are left out by the evaluation. ``otherwise``: what is
-    in force without ``evaluation.max_new_tokens``."""
+    """Raise ValueError if no prompt of the held-out rows fits; if some do, the evaluation leaves the others out.
+
+    ``otherwise``: the limit without ``evaluation.max_new_tokens``; ``words``: the tokenizer.
+    """
     own = section.max_new_tokens
     new = otherwise if own is None else own
     shortest = shortest_prompt(prompts, words, context - new, section.chat_template_kwargs)
@@ -113,7 +118,8 @@ def check_held_out(
 def shortest_prompt(
     prompts: Iterable[Any], words: Any, room: int, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int | None:
-    """Tokens of the shortest prompt, or of the first that fits into ``room``; None where there is none."""
+    """Return the tokens of the shortest prompt, or of the first that fits into ``room``; None without prompts.
+    ``words``: the tokenizer."""
     shortest: int | None = None
     for prompt in sorted(prompts, key=_bytes):
         tokens = len(render_prompt(prompt, words, chat_template_kwargs).ids)
@@ -126,7 +132,8 @@ def shortest_prompt(
 def _check_cold_start(
     section: ColdStartSection, rows: Any, words: Any, context: int, chat_template_kwargs: Mapping[str, Any] | None
 ) -> None:
-    """Prompt and worked solution, cut at ``cold_start.max_length``, must fit in the context."""
+    """Raise ValueError if a prompt and its worked solution, cut at ``cold_start.max_length``, do not fit in the
+    context."""
     if cut_to_fit(section, context):
         return
     longest = longest_row(worked_pairs(rows), words, context, chat_template_kwargs)
@@ -146,7 +153,7 @@ def cut_to_fit(section: ColdStartSection, context: int | None) -> bool:
 
 
 def _prompts_are_made(recipe: Recipe, trainer: Any, rows: Any) -> bool:
-    """Return whether the model is given something else than the rows' prompts: images, an environment, a team's own
+    """Return whether the model gets something else than the rows' prompts: images, tools, an environment, a team's own
     tokens."""
     from grpo_lab import LabTrainer
 
@@ -158,14 +165,15 @@ def _prompts_are_made(recipe: Recipe, trainer: Any, rows: Any) -> bool:
 def longest_prompt(
     prompts: Iterable[Any], words: Any, limit: int = 0, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int:
-    """Tokens of the longest prompt, 0 where none can have more than ``limit``: a token stands for at least one byte."""
+    """Return the tokens of the longest prompt. Those that cannot exceed ``limit`` are not counted: a token has at least
+    one byte."""
     return _longest(prompts, limit, _bytes, lambda prompt: render_prompt(prompt, words, chat_template_kwargs))
 
 
 def longest_row(
     rows: Iterable[Mapping[str, Any]], words: Any, limit: int, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int:
-    """Tokens of the longest prompt with its completion, as `longest_prompt` counts them."""
+    """Return the tokens of the longest prompt with its completion, as `longest_prompt` counts them."""
 
     def rendered(row: Mapping[str, Any]) -> Any:
         if isinstance(row["prompt"], str):
@@ -196,8 +204,11 @@ def _bytes(prompt: Any) -> int:
 
 
 def check_columns(recipe: Recipe, trainer: Any, rows: Dataset, rewards: list[Any]) -> None:
-    """A reward's parameters without default must be columns of the rows, or of what TRL hands to every reward; not with
-    a team's trainer, which may hand over more, nor an environment, which may own columns."""
+    """Raise ValueError if a reward's parameter without default is no column of the rows, and nothing that TRL gives to
+    every reward.
+
+    Not checked with a team's trainer, which may give more, nor with an environment, which may own columns.
+    """
     from grpo_lab import LabTrainer
 
     own = any(getattr(trainer, name) is not getattr(LabTrainer, name) for name in TAKES_REWARDS)
@@ -214,8 +225,11 @@ def check_columns(recipe: Recipe, trainer: Any, rows: Dataset, rewards: list[Any
 
 
 def check_enough_rows(trainer: Any, config: Any, rows: Dataset) -> None:
-    """ValueError for rows that fill no generation batch: TRL drops what is left over, so no step would be trained. Not
-    with a team's own order of prompts, nor with our samplers, which say it themselves."""
+    """Raise ValueError for rows that fill no generation batch: TRL drops what is left over, so no step would be
+    trained.
+
+    Not checked with a team's own order of prompts, nor with our samplers, which check it themselves.
+    """
     from grpo_lab import LabTrainer
 
     if trainer._get_train_sampler is not LabTrainer._get_train_sampler or config.lab_settings.sampler is not None:
@@ -231,9 +245,12 @@ def check_enough_rows(trainer: Any, config: Any, rows: Dataset) -> None:
 
 
 def check_turns(recipe: Recipe, rollout: RolloutSettings, several: dict[str, Any]) -> None:
-    """ValueError for tools or an environment, which make completions in turns, beside what needs them in one, or with
-    rows (``several``, by section) that are no conversations; the trainer says it, too, when it is built: after a cold
-    start, and beside its engine."""
+    """Raise ValueError for tools or an environment, which make completions in turns, if something else does not allow
+    turns.
+
+    That is a setting that needs completions in one turn, or rows (``several``, by section) that are no conversations.
+    The trainer checks it, too, but only when it is built: after a cold start, and beside its engine.
+    """
     budget = None
     if rollout.thinking_budget is not None:
         budget = "thinking_budget"
@@ -248,7 +265,7 @@ def check_turns(recipe: Recipe, rollout: RolloutSettings, several: dict[str, Any
 
 
 def check_trackers(names: Any, where: str = "report_to") -> None:
-    """ValueError for a tracker that nobody knows or that is not installed, before the trainer is built."""
+    """Raise ValueError for a tracker that is unknown or not installed, before the trainer is built."""
     from transformers.integrations import integration_utils
 
     here = {*integration_utils.get_available_reporting_integrations(), "none", "all", "flyte"}
@@ -263,7 +280,7 @@ def check_trackers(names: Any, where: str = "report_to") -> None:
 
 
 def _check_wandb(where: str) -> None:
-    """ValueError where wandb would ask for a key in the middle of a run, or end it."""
+    """Raise ValueError if wandb would ask for a key in the middle of a run, or end it."""
     import wandb
 
     try:
@@ -282,10 +299,10 @@ def _check_wandb(where: str) -> None:
 def cold_start_rows(
     section: ColdStartSection, model: tuple[Any, Any] | None, here_only: bool, where: str = "cold_start.data"
 ) -> Any:
-    """The rows of a cold start, its settings looked at as well. ``model``: its tokenizer and configuration, if known;
-    ``where`` the rows are named.
+    """Return the rows of a cold start, and check its settings.
 
-    A dry run (``here_only``) makes few of them, where more would show nothing else.
+    ``model``: its tokenizer and configuration, if known; ``where`` the rows are named. A dry run (``here_only``) makes
+    only few rows, if more would show nothing else.
     """
     settings = check_training("sft", section.arguments, "cold_start")
     check_trackers(settings.get("report_to"), "cold_start.report_to")
@@ -304,7 +321,7 @@ def cold_start_rows(
 
 
 def no_room(completion: int, context: int) -> ValueError:
-    """Make the error for rows of which not one prompt is short enough."""
+    """Make the error for rows of which no prompt leaves room for a completion."""
     return ValueError(
         f"no prompt of `data` leaves room for max_completion_length={completion} tokens in the model's context of "
         f"{context}; lower `--max_completion_length`"

@@ -1,4 +1,5 @@
-"""A recipe's ``data`` section → rows: by one of our loaders, or by a team's function ``"module:attribute"``."""
+"""Loading the rows of a recipe's ``data`` section, by one of our loaders or a team's function
+``"module:attribute"``."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ BESIDE = ("loader", "template", "limit")
 
 
 def load_rows(section: DataSection, where: str = "data") -> Dataset:
-    """The rows that ``section`` describes. Raises ``ValueError`` naming the setting."""
+    """Load the rows that ``section`` describes. Raises a ``ValueError`` that names the setting."""
     load, place = _loader_with_arguments(section, where)
     parameters = inspect.signature(load).parameters
     takes = "template" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -54,8 +55,8 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
 
 
 def _loader_with_arguments(section: DataSection, where: str) -> tuple[Callable[..., Any], str]:
-    """Return the function that loads the rows, and its place in words. ValueError for arguments that it does not take,
-    or lacks."""
+    """Return the function that loads the rows, and its name for messages. Raises ValueError for arguments that it does
+    not take, or lacks."""
     load = loader_of(section.loader, f"{where}.loader")
     place = f"`{where}` (loader {section.loader!r})"
     refuse_misfit(load, section.arguments, place, BESIDE)
@@ -63,7 +64,7 @@ def _loader_with_arguments(section: DataSection, where: str) -> tuple[Callable[.
 
 
 def loader_of(name: str, where: str) -> Callable[..., Any]:
-    """Return the function that loads the rows. ValueError, naming ``where``, for an unknown loader."""
+    """Return the function that loads the rows. Raises a ValueError that names ``where`` for an unknown loader."""
     if ":" in name:
         found: Callable[..., Any] = load_named(name, where)
     elif name in LOADERS:
@@ -74,13 +75,14 @@ def loader_of(name: str, where: str) -> Callable[..., Any]:
 
 
 def where_raised(error: BaseException) -> str:
-    """File and line in which ``error`` was raised."""
+    """Return the file and line in which ``error`` was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{last.filename}, line {last.lineno}"
 
 
 def _with_prompts(found: Any, section: DataSection, own_template: bool, place: str) -> Dataset:
-    """Return what a team's loader gave with ``prompt``, or with ``question`` for the recipe's template."""
+    """Check what a team's loader gave, and return it with prompts: its own, or made of ``question`` by the recipe's
+    template."""
     from datasets import Dataset
 
     from grpo_lab.data.prompts import find_template
@@ -103,12 +105,12 @@ def _with_prompts(found: Any, section: DataSection, own_template: bool, place: s
 
 
 def loader_signature(name: str, where: str = "data.loader") -> inspect.Signature:
-    """Return what the loader ``name`` takes, with its defaults. ValueError, naming ``where``, for an unknown loader."""
+    """Return the signature of the loader ``name``. Raises a ValueError that names ``where`` for an unknown loader."""
     return inspect.signature(loader_of(name, where))
 
 
 def loader_arguments() -> dict[str, list[str]]:
-    """Argument → the loaders of ours that take it."""
+    """Return argument → those of our loaders that take it."""
     found: dict[str, list[str]] = {}
     for loader in LOADERS:
         for name in loader_signature(loader).parameters:
@@ -117,7 +119,7 @@ def loader_arguments() -> dict[str, list[str]]:
 
 
 def every_argument(section: DataSection) -> dict[str, Any]:
-    """The section's arguments and, where it says nothing, the loader's defaults; `template` stands apart."""
+    """Return the section's arguments and, for those it leaves out, the loader's defaults; without `template`."""
     parameters = loader_signature(section.loader).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.name != "template" and p.default is not p.empty}
     return {**defaults, **section.arguments}
@@ -128,7 +130,7 @@ _ASKED_ONCE: ContextVar[dict[str, Any] | None] = ContextVar("_ASKED_ONCE", defau
 
 @contextmanager
 def asking_the_hub_once() -> Iterator[None]:
-    """Inside, rows are read once, and a hub that is out of reach (23 s of retries) is not asked again."""
+    """Context in which rows are read once, and a hub that cannot be reached (23 s of retries) is not asked again."""
     from datasets import config
 
     offline = config.HF_HUB_OFFLINE
@@ -141,7 +143,7 @@ def asking_the_hub_once() -> Iterator[None]:
 
 
 def not_asked_again(error: Exception) -> None:
-    """Inside `asking_the_hub_once`: if ``error`` says that the hub is out of reach, what follows is offline."""
+    """Inside `asking_the_hub_once`, go offline for the rest if ``error`` says that the hub cannot be reached."""
     from datasets import config
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -150,8 +152,8 @@ def not_asked_again(error: Exception) -> None:
 
 
 def rows_here(section: DataSection, where: str) -> Any:
-    """The rows, for a plan; None where an earlier stage will leave them, or (in a dry run) where they are on a hub that
-    cannot be reached from here."""
+    """Load the rows for a plan. None if an earlier stage has still to write them or, in a dry run, if they are on a hub
+    that cannot be reached from here."""
     from datasets.exceptions import DatasetsError
 
     read = _ASKED_ONCE.get()

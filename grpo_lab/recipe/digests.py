@@ -1,4 +1,4 @@
-"""Digests of files, each file read once: what is known of one holds as long as its size and its time of change do."""
+"""Digests of files. A file is read again only if its size or its time of change differs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _A_TICK = 50_000_000
 
 
 def file_digest(file: Path) -> str:
-    """Digest what ``file`` holds: 16 hexadecimal digits of its SHA-256."""
+    """Return the digest of ``file``: 16 hexadecimal digits of its SHA-256."""
     name = os.path.abspath(file)
     found = file.stat()
     stamp = (found.st_size, found.st_mtime_ns)
@@ -32,7 +32,8 @@ def file_digest(file: Path) -> str:
 
 
 def seen(files: Iterable[Path], folder: Path | None = None) -> Seen:
-    """Return size, time and digest of each of ``files``, by its place in ``folder``; without one by its whole path."""
+    """Return size, time of change and digest of each of ``files``, by its path in ``folder``; without one by its
+    absolute path."""
     found: Seen = {}
     for file in files:
         stat = file.stat()
@@ -45,13 +46,13 @@ def seen(files: Iterable[Path], folder: Path | None = None) -> Seen:
 
 
 def remember(files: Mapping[str, Any], folder: Path = Path()) -> None:
-    """Remember what was ``seen``; entries that are none are passed over."""
+    """Remember what ``seen`` returned, so that unchanged files are not read again. Malformed entries are skipped."""
     for name, one in files.items():
         if isinstance(one, list) and len(one) == 3:
             KNOWN.setdefault(os.path.abspath(folder / name), (one[0], one[1], str(one[2])))
 
 
 def is_as_seen(file: Path, then: Any) -> bool:
-    """Return whether ``file``, which is there, holds what it held ``then``."""
+    """Return whether ``file``, which must exist, has the content for which ``seen`` returned ``then``."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns] == then[:2] or (stat.st_size == then[0] and file_digest(file) == then[2])

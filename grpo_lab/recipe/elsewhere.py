@@ -1,4 +1,4 @@
-"""Words of TRL's scripts and of open-r1 → what is written here instead: in a recipe, and in a supervised training."""
+"""Settings of TRL's scripts and of open-r1 → what is written here instead, in a recipe and in a supervised training."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ SUPERVISED = {
 def refuse_words_from_elsewhere(
     written: Iterable[str], where: str = "the recipe", words: Mapping[str, str] = RECIPE
 ) -> None:
-    """ValueError for all of them, with what is written here instead; ``where`` they stand."""
+    """Raise one ValueError for all settings of another framework, with what is written here instead. ``where``: where
+    they were found."""
     if found := [f"{key!r} is {words[key]}" for key in written if key in words]:
         raise UnknownSettingError(
             f"{where} has words of another framework; here {'; '.join(found)} (docs/coming_from_trl.md)"

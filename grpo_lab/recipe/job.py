@@ -1,6 +1,6 @@
-"""A recipe resolved once: settings read, everything that it names loaded, built and looked at.
+"""Resolving a recipe: its settings are read, and everything that it names is loaded, built and checked.
 
-The run and its dry run go through here: what one refuses before its first step, the other refuses in the same words.
+The run and its dry run both do it here: what one refuses before its first step, the other refuses in the same words.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ sharding, kernels."""
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a training is made of. In a dry run rows that are on the hub and not here are None.
+    """Everything that a training is made of. In a dry run rows that are only on the hub are None.
 
     Attributes:
         trainer: the class; ``reward_sections``: the recipe's names and weights of ``rewards``.
         arguments: of the trainer, by name: callbacks, tools, ``environment_factory``, ``peft_config``.
         evaluation: the section, its limit of tokens filled in.
-        room: the model's context in words; None where it is not known here.
+        room: the model's context in words; None if it is not known here.
         facts: what ``run.json`` says of the recipe.
     """
 
@@ -68,7 +68,7 @@ class Job:
 
     @classmethod
     def resolve(cls, recipe: Recipe, config: LabConfig, here_only: bool = False, cold_start: bool = True) -> Job:
-        """``recipe``, its numbers read, with all that it names. ValueError: what cannot be loaded, built or trained.
+        """Load and check all that ``recipe`` names, its numbers read. Raises ValueError for what does not fit.
 
         Args:
             config: its flat settings.
@@ -130,13 +130,13 @@ class Job:
 
 
 def _check_engines(recipe: Recipe, config: Any, here_only: bool) -> None:
-    """ValueError: the training or its evaluation asks for an engine that cannot be had."""
+    """Raise ValueError if the training or its evaluation asks for an engine that is not available."""
     check_engine(config.use_vllm, "use_vllm", here_only, kernels=config.vllm_mode != "server")
     check_engine(_asks(recipe.evaluation), "evaluation.use_vllm", here_only)
 
 
 def _as_trained(recipe: Recipe, config: Any) -> EvaluationSection | None:
-    """The evaluation, its limit of tokens filled in, with prompts rendered as in the training."""
+    """Return the evaluation with its limit of tokens filled in, and prompts rendered as in the training."""
     if recipe.evaluation is None:
         return None
     filled = replace(recipe.evaluation, max_new_tokens=checks.evaluation_tokens(recipe))
@@ -144,12 +144,12 @@ def _as_trained(recipe: Recipe, config: Any) -> EvaluationSection | None:
 
 
 def _asks(evaluation: EvaluationSection | None) -> bool:
-    """Return whether an evaluation is to be made by an engine."""
+    """Return whether the evaluation is to be made with vLLM."""
     return evaluation is not None and evaluation.use_vllm is True
 
 
 def facts_of(recipe: Recipe) -> dict[str, Any]:
-    """Facts of a recipe for ``run.json``."""
+    """Return what ``run.json`` says of a recipe."""
     return {
         "name": recipe.name,
         "model": recipe.model.name,
@@ -162,8 +162,8 @@ def facts_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def lab_config(recipe: Recipe, **more: Any) -> Any:
-    """The recipe's flat settings as ``LabConfig``, with its output folder and reward weights; ``more`` in place of its
-    own (a dry run's, which has no GPU)."""
+    """Return the recipe's flat settings as ``LabConfig``, with its output folder and reward weights. ``more`` replaces
+    settings, as in a dry run, which has no GPU."""
     asked = recipe.arguments
     for one, other in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
         if asked.get(one) and asked.get(other):
@@ -184,7 +184,8 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 
 
 def numbers_read(recipe: Recipe) -> Recipe:
-    """``recipe`` with every flat setting in the type that ``LabConfig`` declares, which reads the small mappings."""
+    """Return ``recipe`` with every flat setting in the type that ``LabConfig`` declares. Nested mappings are left to
+    ``LabConfig``."""
     from grpo_lab.trainer.settings.limits import EARLIER
     from grpo_lab.trainer.settings.parse import LabSettings
 
@@ -199,7 +200,8 @@ def numbers_read(recipe: Recipe) -> Recipe:
 
 
 def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
-    """Evaluation on the way: its rows and ``eval_strategy`` belong together."""
+    """Raise ValueError if only one of ``eval_dataset`` and ``eval_strategy`` is set: evaluation during training needs
+    both."""
     when = str(getattr(settings.get("eval_strategy"), "value", settings.get("eval_strategy") or "no"))
     if when != "no" and recipe.eval_dataset is None:
         raise ValueError(
@@ -212,7 +214,8 @@ def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows, what judges the answers, and held-out rows. None: there are none, or a dry run has them not here."""
+    """Rows, the reward that judges the answers, and held-out rows. None: there are none, or a dry run does not have
+    them here."""
 
     rows: Any
     reward: Any
@@ -225,8 +228,10 @@ def questions(
     evaluation: EvaluationSection | None = None,
     here_only: bool = False,
 ) -> Questions:
-    """The sections of a recipe as what they name; ValueError: what cannot be loaded or judged. ``here_only``: a dry
-    run, which may have no network."""
+    """Load the rows and build the rewards that sections name. Raises ValueError for what cannot be loaded or judged.
+
+    ``here_only``: a dry run, which may have no network.
+    """
     check_engine(_asks(evaluation), "evaluation.use_vllm", here_only)
     load = rows_here if here_only else load_rows
     judge = build.build_reward(reward, "reward")
@@ -253,8 +258,11 @@ def check_model(
     here_only: bool = False,
     where: str = "model.path",
 ) -> tuple[Any, Any] | None:
-    """The model's tokenizer and configuration, None where a dry run (``here_only``) does not know them. ValueError: no
-    such model or engine, or not one prompt that leaves room for a completion in its context."""
+    """Check a model that is to be sampled, and return its tokenizer and configuration.
+
+    None if a dry run (``here_only``) does not know them. Raises ValueError if there is no such model or engine, or no
+    prompt leaves room for a completion in its context.
+    """
     EngineOptions.from_mapping(sampling.engine)
     check_engine(sampling.use_vllm, "use_vllm", here_only)
     known = known_model(model, where, here_only)

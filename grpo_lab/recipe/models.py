@@ -1,6 +1,6 @@
-"""The model that a recipe names: a folder here or a hub name, what may be in it, loading it, and a digest of its files.
+"""The model that a recipe names, by folder or hub name: checks of its folder, loading it, and a digest of its files.
 
-Weights alone do not name a model: with another chat template, tokenizer or `generation_config.json` it writes other
+Weights alone do not identify a model: with another chat template, tokenizer or `generation_config.json` it writes other
 completions (one pass rate went from 12.5% to 60.6% by the template).
 """
 
@@ -57,9 +57,9 @@ _WRITTEN_BY_THE_SAVING = ("transformers_version", "_name_or_path", "peft_version
 
 
 def model_files(model: str) -> dict[str, str]:
-    """File name → digest of what it holds, for a folder or a hub name that has been loaded; `{}` where there is none.
+    """Return file name → digest of its content, for a folder or a hub name in the cache; `{}` if there is none.
 
-    With those of an adapter's base model (`base: …`). What only tells who saved a file does not count.
+    An adapter's include those of its base model (`base: …`). Fields that only say who saved a file are not counted.
     """
     if not (folder := Path(model)).is_dir():
         from transformers.utils import cached_file
@@ -82,7 +82,7 @@ def model_files(model: str) -> dict[str, str]:
 
 
 def files_of_model(folder: Path) -> list[Path]:
-    """The files in ``folder`` by which a model is known: weights, settings, tokenizer, templates."""
+    """Return the files in ``folder`` that define a model: weights, settings, tokenizer, templates."""
     files = sorted({file for pattern in (*_WEIGHTS, *_SETTINGS) for file in folder.glob(pattern)})
     return [file for file in files if file.is_file() and file.name not in _NO_WEIGHTS]
 
@@ -95,7 +95,8 @@ def _digest(file: Path) -> str:
 
 
 def _said_in(file: Path) -> dict[str, Any]:
-    """The settings in a JSON file; none where it is broken: what loads it says so, with the model's name."""
+    """Return the settings in a JSON file; none if it is broken, which whoever loads it reports with
+    the model's name."""
     try:
         return read_record(file)
     except ValueError:
@@ -108,7 +109,8 @@ def holds_tokenizer(folder: str) -> bool:
 
 
 def refuse_no_tokenizer(model: str) -> None:
-    """``ValueError`` for a folder with a model and no tokenizer; what is no model is said when it is loaded."""
+    """Raise ``ValueError`` for a folder with a model and no tokenizer. A folder without a model is reported when it is
+    loaded."""
     if (Path(model) / "config.json").is_file() and not holds_tokenizer(model):
         raise ValueError(
             f"{model!r} holds a model and no tokenizer (tokenizer.json, tokenizer_config.json, …); save one there "
@@ -118,7 +120,7 @@ def refuse_no_tokenizer(model: str) -> None:
 
 
 def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
-    """Model and tokenizer. A tiny model is built from config; a path is loaded by transformers."""
+    """Return model and tokenizer. A tiny model is built from config; a path is loaded by transformers."""
     if section.tiny is not None:
         from grpo_lab.testing import tiny_model
 
@@ -133,8 +135,11 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
 
 
 def model_class(path: str, **how: Any) -> tuple[Any, Any]:
-    """Return transformers' class for the saved model at ``path``, and its config. The class is that of a language
-    model, or of one that takes images, too. ``how`` is handed to the loading of the config."""
+    """Return transformers' class for the saved model at ``path``, and its config.
+
+    The class is that of a language model, or of one that also takes images. ``how`` is passed to the loading of the
+    config.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(path, **how)
@@ -145,7 +150,7 @@ def model_class(path: str, **how: Any) -> tuple[Any, Any]:
 
 
 def load_tokenizer(section: ModelSection) -> Any:
-    """The section's own tokenizer, or the model's."""
+    """Load the section's own tokenizer, or the model's."""
     from transformers import AutoTokenizer
 
     place = str(section.tokenizer or section.path)
@@ -156,7 +161,7 @@ def load_tokenizer(section: ModelSection) -> Any:
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Turn what is raised in the block for a model that is not there, or whose files are broken, into a ``ValueError``
+    """Context that turns errors of loading a model that is not there, or whose files are broken, into a ``ValueError``
     of one line."""
     try:
         _reach(model)
@@ -174,7 +179,7 @@ def loading(model: str) -> Iterator[None]:
 
 
 def _reach(model: str) -> None:
-    """ConnectionError where ``model`` is on a hub that cannot be reached, and not in the cache."""
+    """Raise ConnectionError if ``model`` is on a hub that cannot be reached, and not in the cache."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if is_local(model) or constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(model, "config.json"), str):
@@ -183,7 +188,8 @@ def _reach(model: str) -> None:
 
 
 def lora_config(section: ModelSection) -> Any:
-    """``peft.LoraConfig`` of the section; None trains all weights. ValueError for a key that it does not have."""
+    """Return ``peft.LoraConfig`` of the section; None if all weights are trained. Raises ValueError for a key that it
+    does not have."""
     if section.lora is None:
         return None
     from peft import LoraConfig
@@ -193,10 +199,10 @@ def lora_config(section: ModelSection) -> Any:
 
 
 def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) -> tuple[Any, Any]:
-    """A saved model (LoRA adapters too) and its tokenizer, on the accelerator where there is one.
+    """Load a saved model (LoRA adapters too) and its tokenizer, onto the GPU if there is one.
 
     ``tokenizer``: another one's folder or hub name; else the model's own, or its base's for an adapter without one.
-    ValueError where there is no such model, no base of an adapter, or no tokenizer.
+    Raises ValueError if there is no such model, no base of an adapter, or no tokenizer.
     """
     import torch
     from peft import AutoPeftModelForCausalLM
@@ -230,8 +236,11 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
 
 @contextmanager
 def whole_on_each_rank() -> Iterator[None]:
-    """Let every process load all weights in the block. Under a launch for FSDP2 only the first of a machine would (the
-    others have zeros, and no error), under one for ZeRO-3 each a shard."""
+    """Context in which every process loads all weights.
+
+    Under a launch for FSDP2 only the first process of a machine would (the others have zeros, and no error); under one
+    for ZeRO-3 each would load a shard.
+    """
     from accelerate.utils import patch_environment
     from transformers.integrations import deepspeed
 
@@ -245,7 +254,7 @@ def whole_on_each_rank() -> Iterator[None]:
 
 
 def _base_of_adapter(model: str) -> str | None:
-    """Folder or hub name of the model that the adapter in ``model`` belongs to; None for a whole model."""
+    """Return the folder or hub name of the base of the adapter in ``model``; None for a whole model."""
     file = Path(model) / "adapter_config.json"
     if not file.is_file():
         return None
@@ -256,7 +265,7 @@ def _base_of_adapter(model: str) -> str | None:
 
 
 def refuse_adapter(model: str, where: str) -> None:
-    """ValueError for an adapter's folder where a whole model is needed."""
+    """Raise ValueError if ``model`` is an adapter's folder, since a whole model is needed."""
     base = _base_of_adapter(model)
     if base is not None:
         raise ValueError(
@@ -266,7 +275,8 @@ def refuse_adapter(model: str, where: str) -> None:
 
 
 def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:
-    """The model's tokenizer and its configuration (an adapter's: of its base); None for a hub name, ``here_only``."""
+    """Return the model's tokenizer and its configuration (an adapter's: of its base); None for a hub name if
+    ``here_only``."""
     from transformers import AutoConfig
 
     if section.tiny is not None:

@@ -1,4 +1,4 @@
-"""Checks of what the trainer refuses of its model, made on a model without weights: before anything is loaded or
+"""Checks that the trainer makes of its model, made on a model without weights: before anything is loaded or
 evaluated."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from grpo_lab.trainer.generation.in_step import refuse_generation
 
 
 def meta_model(section: ModelSection) -> Any:
-    """Make the model without weights; of a hub name where its config is in the cache or can be had. Text: why there is
-    none."""
+    """Make the model without weights, or return text that says why there is none. For a hub name its config is taken
+    from the cache, or from the hub."""
     from peft import get_peft_model
 
     if section.path is None:
@@ -54,8 +54,12 @@ def _of_path(path: str) -> Any:
 
 
 def check_policy(section: ModelSection, config: Any) -> None:
-    """ValueError for prompts that cannot be shared, an adapter that cannot be sent by itself, a generation
-    that the model does not allow: in the trainer's words. Nothing where the model's config is not known here."""
+    """Raise ValueError, as the trainer would, for what it refuses of its model; nothing if the model's config is not
+    known here.
+
+    That is prompts that cannot be shared, an adapter that cannot be sent by itself, or a generation that the model does
+    not allow.
+    """
     settings = config.lab_settings
     shares = settings.update.share_prompts == "on"
     sends = config.use_vllm and settings.rollout.sync == "adapter"

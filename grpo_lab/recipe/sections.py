@@ -1,4 +1,4 @@
-"""A recipe: one short YAML that says everything a run is: arguments, and no program.
+"""Sections of a recipe. It is one short YAML that describes a whole run, by settings and without code.
 
 Our sections are the fields of ``Recipe``; every other key is a field of ``LabConfig``, flat, as TRL users write it.
 """
@@ -36,7 +36,7 @@ from grpo_lab.settings import (
 
 
 def _with_steps(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``steps`` of the word problems is a pair, and YAML has lists."""
+    """Convert ``steps`` of the word problems to a tuple: it is a pair, and YAML has only lists."""
     if not isinstance(steps := arguments.get("steps", ()), list | tuple):
         raise PydanticCustomError("must_be", "its `steps` must be two numbers, [fewest, most]")
     if "steps" in arguments:
@@ -46,14 +46,14 @@ def _with_steps(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @settings()
 class ModelSection:
-    """``model``: where the policy comes from.
+    """``model``: the model that is trained or sampled.
 
     Args:
         path: local folder or hub name. Exactly one of ``path`` and ``tiny``.
         tiny: arguments of ``grpo_lab.testing.tiny_model``: a small random model of a real architecture.
         tokenizer: another tokenizer's folder (default: the model's own).
         lora: arguments of ``peft.LoraConfig``; ``None`` trains all weights.
-        expected: the public before/after number of this model, for ``--dry-run`` and the report.
+        expected: published scores of this model before and after, in words, for ``--dry-run`` and the report.
     """
 
     path: str | None = None
@@ -68,7 +68,7 @@ class ModelSection:
             raise ValueError(f"`model` needs {said}")
 
     def refuse(self, where: str, **unread: str) -> None:
-        """ValueError for a setting that nothing would read there: its name → why."""
+        """Raise ValueError for a setting that nothing would read at ``where``. ``unread``: its name → why."""
         for name, why in unread.items():
             if getattr(self, name) is not None:
                 raise ValueError(f"`{where}.{name}` has no effect: {why}; leave it out")
@@ -80,12 +80,12 @@ class ModelSection:
 
 @settings(rest="arguments")
 class DataSection:
-    """Rows, by one of our loaders (``recipe.data.LOADERS``) or a team's ``"module:attribute"``.
+    """``data``: rows, loaded by one of our loaders (``recipe.data.LOADERS``) or a team's ``"module:attribute"``.
 
     Args:
         template: prompt template (``r1``, ``qwen_math``, ``none``, ``chat``); scores move by tens of points with it.
         limit: keep the first ``limit`` rows.
-        arguments: everything else, handed to the loader (``source``, ``split``, ``n``, ``seed``, ``steps``, …).
+        arguments: all other keys, passed to the loader (``source``, ``split``, ``n``, ``seed``, ``steps``, …).
     """
 
     loader: str
@@ -96,7 +96,7 @@ class DataSection:
 
 @settings(bare="name", rest="arguments")
 class RewardSection:
-    """A reward: its registered name, ``"module:attribute"`` or a reward model's folder or hub name; weight,
+    """A reward: its ``name`` (registered, ``"module:attribute"``, or a reward model's folder or hub name), weight and
     arguments."""
 
     name: Annotated[str, Field(strict=True), must_be("a name, or a mapping {name: …, weight: …, …}")]
@@ -113,7 +113,7 @@ STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
 
 @settings(bare="name", rest="arguments")
 class PluginSection:
-    """Something of a team's, ``"module:attribute"``, with its arguments: a callback, a tool, an environment."""
+    """A part of a team's own, ``"module:attribute"``, with its arguments: a callback, a tool, an environment."""
 
     name: Named
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -121,8 +121,11 @@ class PluginSection:
 
 @settings(rest="arguments")
 class ColdStartSection:
-    """``cold_start``: supervised start on worked solutions (a column ``worked_solution``) with TRL's SFTTrainer.
-    ``arguments``: fields of ``trl.SFTConfig`` (``max_steps``, ``learning_rate``, …)."""
+    """``cold_start``: supervised training before RL, on worked solutions (a column ``worked_solution``), with TRL's
+    SFTTrainer.
+
+    ``arguments``: fields of ``trl.SFTConfig`` (``max_steps``, ``learning_rate``, …).
+    """
 
     data: DataSection
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -151,28 +154,30 @@ TemplateKwargs = Annotated[Mapping[str, Any], AfterValidator(_of_template)]
 
 
 def template_kwargs_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """``chat_template_kwargs`` among flat settings, which TRL takes as JSON, too."""
+    """Return ``chat_template_kwargs`` from flat settings as a mapping. As in TRL it may be JSON text."""
     said = arguments.get("chat_template_kwargs") or {}
     return dict(from_json(said, "chat_template_kwargs"))
 
 
 @settings()
 class EvaluationSection:
-    """``evaluation``: held-out rows, greedy (and sampled) accuracy before and after.
+    """``evaluation``: held-out rows, and greedy (and sampled) accuracy before and after training.
 
     Args:
         reward: how answers are judged, as in ``rewards`` (default: strict accuracy).
         measures: name → a further reward, reported as a mean (``format``, ``language``, …).
-        max_new_tokens, n_samples: tokens a completion; completions a problem.
-        batch_size: completions at once; answers are kept, and shared by ranks, by as many.
-        before, every: also evaluate the model that RL starts from; and on the way, greedily, every so many steps.
-        templates, thinking, thinking_budget: one or several each; all combinations are asked. ``thinking``: what the
-            chat template is told (``enable_thinking``); a budget of ``none`` is no limit.
-        budget_text: what closes the thinking at the budget (default: as ``rollout.budget_text``).
-        by: a column of the rows that says how hard they are (`steps`, `level`): accuracy at each of its values, too.
-        log_probs: the model's log-probs of its answers, for calibration.
-        use_vllm, engine: vLLM in the place of transformers, and its options; not on the way.
-        chat_template_kwargs: what the chat template is told (default: as in the run whose evaluation it is).
+        max_new_tokens, n_samples: most tokens of a completion; sampled completions per problem.
+        batch_size: completions made at once; also how many are saved together, and given to a rank together.
+        before, every: whether the model that RL starts from is evaluated, too; steps between greedy evaluations in
+            training.
+        templates, thinking, thinking_budget: one or several values each; all combinations are evaluated. ``thinking``
+            is the chat template's ``enable_thinking``; a budget of ``none`` is no limit.
+        budget_text: text that closes the thinking at the budget (default: as ``rollout.budget_text``).
+        by: a column of the rows that says how hard they are (`steps`, `level`): accuracy is also given for each of its
+            values.
+        log_probs: also record the model's log-probs of its answers, for calibration.
+        use_vllm, engine: use vLLM instead of transformers, with these options; not for ``every``.
+        chat_template_kwargs: further arguments of the chat template (default: those of the run that is evaluated).
     """
 
     data: DataSection
@@ -195,7 +200,7 @@ class EvaluationSection:
     chat_template_kwargs: TemplateKwargs | None = None
 
     def rendered_as(self, kwargs: Mapping[str, Any] | None) -> EvaluationSection:
-        """Return this evaluation with its prompts rendered with ``kwargs``, the run's, where it says nothing."""
+        """Return this evaluation with its prompts rendered with the run's ``kwargs``, unless it has its own."""
         said = self.chat_template_kwargs is not None
         if said or not kwargs:
             return self
@@ -214,10 +219,10 @@ Plugins = Annotated[tuple[PluginSection, ...], NULL_IS_DEFAULT]
 
 @settings(rest="arguments")
 class Recipe:
-    """A whole run. ``arguments`` are ``LabConfig``'s.
+    """A recipe of `grpo-lab train`. ``arguments`` are fields of ``LabConfig``.
 
     Args:
-        eval_dataset: rows that TRL evaluates on during training, by the training rewards (``eval_strategy``).
+        eval_dataset: rows on which TRL evaluates during training, with the training rewards (``eval_strategy``).
         callbacks, tools, environment_factory: as the arguments of these names of ``trl.GRPOTrainer``.
     """
 
@@ -248,8 +253,11 @@ class Recipe:
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe in ``path`` with ``--key value`` overrides (dotted keys reach into sections). ValueError: no such
-    file, not a mapping, unknown or misspelt key (with the nearest match), missing section."""
+    """Read the recipe in ``path``, with ``--key value`` overrides (dotted keys reach into sections).
+
+    Raises ValueError if there is no such file, it is no mapping, a key is unknown (with the nearest match), or a
+    section is missing.
+    """
     return recipe_from(read_yaml(path, overrides), default_name=Path(path).stem)
 
 
@@ -267,7 +275,7 @@ TELLING = {
 
 
 def check_command(written: Mapping[str, Any], command: str) -> None:
-    """ValueError for a recipe of another command or framework, and for an output folder without a name."""
+    """Raise ValueError for a recipe of another command or framework, and for an output folder without a usable name."""
     refuse_words_from_elsewhere(written, words=RECIPE if command == "train" else SAVED)
     for key in (*written, written.get("method")):
         other = TELLING.get(str(key), command)
@@ -278,7 +286,7 @@ def check_command(written: Mapping[str, Any], command: str) -> None:
 
 
 def check_folder_name(folder: Any) -> None:
-    """ValueError for an ``output_dir`` that is no text, or empty."""
+    """Raise ValueError for an ``output_dir`` that is no text, empty or too long."""
     if folder in (None, ""):
         raise ValueError("`output_dir` is empty; name a folder, or leave it out")
     if not isinstance(folder, str | Path):
@@ -293,31 +301,31 @@ def check_folder_name(folder: Any) -> None:
 
 
 def with_name(written: Mapping[str, Any], default_name: str) -> dict[str, Any]:
-    """``written`` with a name, and an output folder by that name where it says none."""
+    """Return ``written`` with a name and, if it has none, an output folder by that name."""
     name = written.get("name", default_name)
     return {"output_dir": f"runs/{name}", **written, "name": name}
 
 
 def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe:
-    """A recipe from a plain mapping; see ``read_recipe``."""
+    """Make a recipe from a plain mapping; see ``read_recipe``."""
     check_command(written, "train")
     return read(Recipe, {"name": default_name, **written})
 
 
 @settings()
 class SamplingSettings:
-    """Settings by which completions are sampled; the keys stand flat in a recipe.
+    """Settings by which completions are sampled; in a recipe their keys stand at the top level.
 
     Args:
-        n_samples: completions a problem.
-        temperature: 1.0 is the model's own distribution; nothing else bends it.
-        max_completion_length: tokens a completion may have.
+        n_samples: completions per problem.
+        temperature: 1.0 is the model's own distribution; nothing else changes it.
+        max_completion_length: most tokens of a completion.
         batch_size: completions that transformers makes at once (vLLM batches by itself).
         problems_per_save: problems between two writes to disk; a killed run repeats at most so many.
-        seed: everything sampled follows from it, from the prompts and from the two sizes above.
-        use_vllm, engine: vLLM in the place of transformers, and its options (`dtype`, `max_model_len`, …).
-        use_cpu: stay on the CPU where there is a GPU.
-        chat_template_kwargs: what the chat template is told, such as ``enable_thinking: false``.
+        seed: all samples follow from it, from the prompts and from the two sizes above.
+        use_vllm, engine: use vLLM instead of transformers, with these options (`dtype`, `max_model_len`, …).
+        use_cpu: stay on the CPU even if there is a GPU.
+        chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking: false``.
     """
 
     n_samples: Positive = 10
@@ -343,12 +351,12 @@ OF_A_SAMPLED_MODEL = {
 
 
 def refuse_every(evaluation: EvaluationSection | None) -> None:
-    """ValueError for an evaluation on the way, where none is made."""
+    """Raise ValueError for ``evaluation.every`` in a command that does not evaluate during training."""
     if evaluation is not None and evaluation.every is not None:
         raise ValueError("`evaluation.every` has no effect: only `grpo-lab train` measures on the way; leave it out")
 
 
 def refuse_engine_alone(asked: Any) -> None:
-    """ValueError for options of an engine that is not asked for."""
+    """Raise ValueError if ``engine`` has options and ``use_vllm`` is not true."""
     if asked.engine and not asked.use_vllm:
         raise ValueError("`engine` has an effect only with `use_vllm: true`; leave it out")

@@ -1,8 +1,8 @@
-"""A YAML file and `--key value` words of the command line → one mapping, not yet looked at.
+"""Reading a YAML file and `--key value` words of the command line into one mapping, which is not checked yet.
 
-A key stands once, and a value is what YAML 1.1 and 1.2 both take it for. Otherwise than by ``yaml.safe_load``, ``1e-3``
-is a number and ``2024-05-01`` text. Refused, with its line: a key that stands twice, ``010`` (8 or 10), ``1:30`` (90 or
-text), ``on`` as a key, an anchor inside itself, nesting without end. A bare ``off`` is false, as in YAML 1.1.
+A key may stand once, and a value must mean the same in YAML 1.1 and 1.2. Unlike in ``yaml.safe_load``, ``1e-3`` is a
+number and ``2024-05-01`` is text. An error, with its line, is: a key that stands twice, ``010`` (8 or 10), ``1:30`` (90
+or text), ``on`` as a key, an anchor inside itself, nesting without end. A bare ``off`` is false, as in YAML 1.1.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ QUICKSTART = "quickstart/dr_grpo.yaml"
 
 
 def _resolvers() -> dict[Any, list[tuple[str, Any]]]:
-    """Map each first character to the forms of plain text that are more than text. The dumper quotes texts of these
-    forms."""
+    """Return, by first character, the patterns of unquoted text that is read as something else than text. The dumper
+    quotes such texts."""
     stock = yaml.SafeLoader.yaml_implicit_resolvers
     kept = {first: [one for one in forms if not one[0].endswith(":timestamp")] for first, forms in stock.items()}
     return kept | {first: [*_OURS, *kept.get(first, ())] for first in "-+0123456789."}
@@ -100,7 +100,7 @@ def _refused(what: str, at: Any) -> yaml.MarkedYAMLError:
 
 
 def parsed(text: str, what: str) -> Any:
-    """Parse YAML ``text``. ValueError of one line for what is no YAML, or means two things; ``what`` names the
+    """Parse YAML ``text``. Raises a ValueError of one line for what is no YAML, or means two things; ``what`` names the
     place."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
@@ -121,15 +121,17 @@ def parsed(text: str, what: str) -> Any:
 
 
 def written(settings: Any) -> str:
-    """``settings`` as YAML that ``parsed`` reads back."""
+    """Return ``settings`` as YAML that ``parsed`` reads back."""
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False)
 
 
 def read_yaml(
     path: str | Path, overrides: Mapping[str, Any] | None = None, where: str = "the recipe"
 ) -> dict[str, Any]:
-    """The mapping in a YAML file with ``--key value`` overrides; ``where`` names what named the file. ValueError: no
-    such file, no YAML, no mapping."""
+    """Read the mapping in a YAML file, with ``--key value`` overrides. ``where``: the setting that names the file.
+
+    Raises ValueError if there is no such file, no YAML or no mapping.
+    """
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{where} is {str(path)!r}: no such file; recipes are YAML files, see recipes/")
@@ -146,8 +148,8 @@ def read_yaml(
 
 
 def set_at(written: dict[str, Any], key: str, value: Any, where: str = "--") -> None:
-    """Put ``value`` at the dotted ``key``; messages say ``where`` before it. A bare name on the way becomes the mapping
-    ``{name: …}``."""
+    """Put ``value`` at the dotted ``key``. A bare name on the way becomes the mapping ``{name: …}``. ``where`` stands
+    before the key in messages."""
     *path, last = key.split(".")
     place: Any = written
     before = ""
@@ -176,11 +178,11 @@ def _index(place: list[Any], step: str, key: str) -> int:
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """``--key value --other.key=value`` → a mapping; values are read as YAML (``1e-5``, ``true``, ``{a: 1}``).
+    """Read ``--key value --other.key=value`` into a mapping. Values are read as YAML (``1e-5``, ``true``, ``{a: 1}``).
 
-    A flat key without a value is ``true`` (``--use_cpu``; a setting that is no switch refuses that later). ValueError
-    for a dotted one, which is a number or a name far more often than a switch, and for a folder's. The text of
-    ``OF_FILES`` is no YAML (but ``null`` where there may be none).
+    A flat key without a value is ``true`` (``--use_cpu``; a setting that is no switch refuses that later). A dotted
+    key, or one that names a file, needs a value, else ValueError: it is a number or a name far more often than a
+    switch. The text of ``OF_FILES`` is taken as it is (but ``null`` where there may be none).
     """
     found: dict[str, Any] = {}
     rest = list(words)
@@ -204,8 +206,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def shipped_recipe(name: str, places: tuple[Path, ...] = PLACES) -> Path:
-    """Return the place of the recipe ``name``, such as ``quickstart/dr_grpo.yaml``. ValueError: this installation has
-    none."""
+    """Return the path of the shipped recipe ``name``, such as ``quickstart/dr_grpo.yaml``. Raises ValueError if this
+    installation has none."""
     for place in places:
         if (place / name).is_file():
             return place / name
@@ -216,7 +218,7 @@ def shipped_recipe(name: str, places: tuple[Path, ...] = PLACES) -> Path:
 
 
 def switched_on(name: str, written: Any) -> bool:
-    """Return whether a switch of this name is true anywhere in what a recipe says."""
+    """Return whether a switch of this name is true anywhere in a recipe."""
     if isinstance(written, Mapping):
         return written.get(name) is True or any(switched_on(name, one) for one in written.values())
     return isinstance(written, list) and any(switched_on(name, one) for one in written)

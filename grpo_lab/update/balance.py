@@ -36,7 +36,7 @@ SWAP_WORK = 5_000_000  # pairs of rows looked at before swapping stops: a bound 
 
 
 def cheapest_cuts(lengths: Ints, budget: int, overhead: int) -> Ints:
-    """Start positions of the bins that minimise Σ (rows × longest + overhead) for one rank, exactly.
+    """Return the start positions of the bins that minimise Σ (rows × longest + overhead) for one rank, exactly.
 
     g(j) = min_c  c·l_j + o + g(j + c)   over 1 ≤ c ≤ max(1, ⌊budget / l_j⌋),   g(n) = 0.
 
@@ -60,7 +60,8 @@ def cheapest_cuts(lengths: Ints, budget: int, overhead: int) -> Ints:
 
 
 def greedy_runs(negated: list[int], footprint: int) -> list[tuple[int, int, int]]:
-    """Fill bins from the longest row on, each with as many rows as `footprint` holds: runs of (start, rows, bins).
+    """Fill bins from the longest row on, each with as many rows as fit into `footprint`. Return runs (start, rows per
+    bin, bins).
 
     The rows per bin, ⌊footprint / longest⌋, only grow along the sorted list; the walk jumps from one value to the next,
     so its time grows with √n. `negated` are the lengths × −1, ascending.
@@ -77,8 +78,11 @@ def greedy_runs(negated: list[int], footprint: int) -> list[tuple[int, int, int]
 
 
 def even_cuts(negated: list[int], total: int, bins: int, budget: int) -> Ints | None:
-    """Starts of at most `bins` bins with the smallest possible largest footprint ≤ budget; None if they do not suffice.
-    Bisection on the footprint: the greedy walk needs fewer bins as it grows. A longer row stands alone."""
+    """Return the starts of at most `bins` bins whose largest footprint is as small as possible and ≤ budget; None if
+    they do not suffice.
+
+    Found by bisection on the footprint: the greedy walk needs fewer bins as it grows. A longer row has a bin to itself.
+    """
 
     def needed(footprint: int) -> int:
         return sum(count for _, _, count in greedy_runs(negated, footprint))
@@ -98,18 +102,18 @@ def even_cuts(negated: list[int], total: int, bins: int, budget: int) -> Ints | 
 
 
 def footprints(lengths: Ints, starts: Ints) -> Ints:
-    """Rows × longest of each bin, in tokens."""
+    """Return rows × longest of each bin, in tokens."""
     return np.diff(np.append(starts, lengths.size)) * lengths[starts]
 
 
 def rounds_cost(sizes: Ints, num_ranks: int, overhead: int) -> int:
-    """Σ over rounds of (largest footprint + overhead) when bins of like size run together."""
+    """Return Σ over rounds of (largest footprint + overhead) when bins of similar size run together."""
     largest = np.sort(sizes)[::-1][::num_ranks]
     return int(largest.sum()) + overhead * largest.size
 
 
 def choose_cuts(lengths: Ints, num_ranks: int, budget: int, overhead: int) -> Ints:
-    """Starts of the cheapest bins found, for `lengths` [n ≥ 1] sorted longest first.
+    """Return the starts of the cheapest bins found, for `lengths` [n ≥ 1] sorted longest first.
 
     With several ranks the number of rounds K runs upward from the fewest that the budget allows, until even a plan
     without padding would cost more than the best one, or four values of K brought nothing.
@@ -138,10 +142,10 @@ def choose_cuts(lengths: Ints, num_ranks: int, budget: int, overhead: int) -> In
 
 
 def assign_bins(lengths: Ints, starts: Ints, num_ranks: int) -> tuple[Ints, Ints]:
-    """Round and rank of every bin: (rounds [b], ranks [b]).
+    """Return the round and the rank of every bin: (rounds [b], ranks [b]).
 
-    Bins of like footprint share a round, the largest first (the memory peak comes at once, not late). Within a round
-    the rank with the fewest live tokens so far gets the bin with the most.
+    Bins of similar footprint share a round, the largest first (the memory peak comes at once, not late). Within a round
+    the rank with the fewest tokens so far gets the bin with the most.
     """
     sizes = footprints(lengths, starts)
     live = np.add.reduceat(lengths, starts)
@@ -163,11 +167,12 @@ def assign_bins(lengths: Ints, starts: Ints, num_ranks: int) -> tuple[Ints, Ints
 
 
 def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: int, budget: int) -> Ints:
-    """Swap rows between ranks until live tokens are even; returns the new bin of every row [n].
+    """Swap rows between ranks until their tokens are even; return the new bin of every row [n].
 
-    A bin smaller than the largest of its round idles at the end of it; a longer row swapped into it uses that time, and
-    takes live tokens off a heavier rank: no round gets longer, no bin passes the budget or changes its number of rows.
-    Each swap leaves the heavier of the two ranks lightest; where the heaviest rank cannot be helped, the search ends.
+    A bin smaller than the largest of its round leaves its rank idle at the end of it. A longer row swapped into it uses
+    that time, and takes tokens off a heavier rank. No round gets longer; no bin exceeds the budget or changes its
+    number of rows. Each swap leaves the heavier of the two ranks lightest. The search ends when the heaviest rank
+    cannot be helped.
     """
     bin_of = bin_of.copy()
     limit = _limits(lengths, bin_of, rounds, budget)
@@ -190,19 +195,19 @@ def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: 
 
 
 def longest_of(values: Ints, of: Ints, count: int) -> Ints:
-    """The largest of the values of each of `count` groups, which `of` names; 0 of none."""
+    """Return the largest value of each of `count` groups, 0 for an empty one. `of` gives the group of each value."""
     found = np.zeros(count, dtype=np.int64)
     np.maximum.at(found, of, values)
     return found
 
 
 def loads_of(lengths: Ints, rank_of: Ints, num_ranks: int) -> Ints:
-    """Tokens of each rank [R]."""
+    """Return the tokens of each rank [R]."""
     return np.bincount(rank_of, weights=lengths, minlength=num_ranks).astype(np.int64)
 
 
 def _limits(lengths: Ints, bin_of: Ints, rounds: Ints, budget: int) -> Ints:
-    """The longest row that each bin may take without making its round longer [b]."""
+    """Return the longest row that each bin may take without making its round longer [b]."""
     counts = np.bincount(bin_of, minlength=rounds.size)
     longest = longest_of(lengths, bin_of, rounds.size)
     largest = longest_of(counts * longest, rounds, int(rounds.max()) + 1)
@@ -212,7 +217,8 @@ def _limits(lengths: Ints, bin_of: Ints, rounds: Ints, budget: int) -> Ints:
 def _best_swap(
     heavy: int, load: Ints, rows_of: list[Ints], lengths: Ints, limit: Ints
 ) -> tuple[tuple[int, int] | None, int]:
-    """((row of the heavy rank, row of a lighter one), pairs looked at), or (None, …) where no swap helps."""
+    """Find the best swap: ((row of the heavy rank, row of a lighter one), pairs looked at), or (None, …) if no swap
+    helps."""
     mine = rows_of[heavy]
     looked = 0
     light_first = [int(r) for r in np.argsort(load, kind="stable") if r != heavy and rows_of[r].size]

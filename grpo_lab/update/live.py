@@ -7,8 +7,8 @@ depends on which others share its micro-batch. `LiveConditions` lists what could
 A KL penalty in the reward is part of the advantage and no condition. Neither is gradient clipping, weight decay,
 momentum or the learning rate: they act on the summed gradient, which stays the same.
 
-Dropout draws a mask of its own for every row: a row with advantage 0 adds 0 under any, and without it, or in other
-batches, the joint distribution of what the rows add is the same. It stands in the way only of `same_draws`.
+Dropout draws a mask of its own for every row. A row with advantage 0 adds 0 under any mask. Without that row, or in
+other batches, the joint distribution of what the rows add is the same. So dropout matters only with `same_draws`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConditions:
-    """Conditions that the optimizer step reads besides advantage × surrogate. No defaults: every condition is looked
+    """All that can forbid leaving rows out of the update, or regrouping them. No defaults: every condition is looked
     at.
 
-    A condition stands in the way where it is not 0, False or "". A `str` says in words what does.
+    A condition forbids it unless it is 0, False or "". A `str` says the reason in words.
 
     Terms that act on rows whose advantage is 0:
         kl_in_loss: coefficient of a KL term in the loss (TRL's `beta`).
@@ -33,7 +33,7 @@ class LiveConditions:
     Terms and layers through which the rows of a micro-batch act on each other:
         moe_aux_loss: `router_aux_loss_coef` of a mixture-of-experts model.
         dropout: largest drop probability active in training (model and LoRA). A condition only with `same_draws`.
-        same_draws: the run is to have TRL's very masks, and not only their distribution.
+        same_draws: the run must draw exactly TRL's dropout masks, not only masks of the same distribution.
         shared_dropout: largest drop probability of a mask that the rows of a batch share.
         layer_drop: largest probability of skipping a whole layer in training (`layerdrop`).
         router_noise: noise on the experts' or router's inputs in training (`router_jitter_noise`).
@@ -117,15 +117,17 @@ def _first_broken(table: dict[str, str], conditions: LiveConditions) -> str | No
 
 
 def why_stock_batches(conditions: LiveConditions) -> str | None:
-    """Why the micro-batches must stay as TRL cut them, or None where any grouping of the rows gives the same gradient
-    (with dropout and without `same_draws`: a gradient of the same distribution)."""
+    """Return why the micro-batches must stay as TRL cut them; None if any grouping of the rows gives the same gradient.
+
+    With dropout and without `same_draws`, "the same" means a gradient of the same distribution.
+    """
     return _first_broken(_NEED_STOCK, conditions)
 
 
 def why_all_rows(conditions: LiveConditions) -> str | None:
-    """Why no row may be left out, or None where leaving out rows with zero advantage is exact.
+    """Return why no row may be left out; None if leaving out rows with zero advantage is exact.
 
-    Every reason of `why_stock_batches` counts here too; with a KL term every row counts, but in any grouping.
+    Every reason of `why_stock_batches` counts here too. A KL term needs every row, but in any grouping.
     """
     return why_stock_batches(conditions) or _first_broken(_NEED_ALL_ROWS, conditions)
 

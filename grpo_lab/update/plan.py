@@ -64,7 +64,8 @@ class Plan:
 
     tokens_live: tokens of the live rows (prompt + completion). tokens_computed: Σ rows × longest over all bins of all
     ranks (dummy rows not counted). step_tokens: Σ_k max over ranks of the k-th bins' tokens, what the step waits for.
-    live_per_rank, computed_per_rank [R]: the same, a rank. shared: the bins are packed rows (`plan_shared`).
+    live_per_rank, computed_per_rank [R]: tokens_live and tokens_computed of each rank. shared: the bins are packed rows
+    (`plan_shared`).
     """
 
     bins: list[list[list[int]]]
@@ -126,7 +127,7 @@ def plan_update(rows: Rows, num_ranks: int, max_tokens: int, *, overhead_tokens:
 
 
 def empty_plan(num_ranks: int, shared: bool = False) -> Plan:
-    """Make the plan of a step without a live row: one stand-in a rank."""
+    """Return the plan of a step without a live row: each rank runs one dummy row."""
     return Plan([[[]] for _ in range(num_ranks)], 0, 0, 0, (0,) * num_ranks, (0,) * num_ranks, shared)
 
 
@@ -157,7 +158,8 @@ def _array(values: Numbers) -> NDArray[np.generic]:
 
 
 def whole_numbers(name: str, values: Numbers, signed: bool = False) -> Ints:
-    """Return whole numbers as int64; ValueError: not a list of them, or one is negative and not ``signed``."""
+    """Return ``values`` as int64. Raises ValueError if they are no list of whole numbers, or one is negative and not
+    ``signed``."""
     array = _array(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError(f"Rows.{name} must be whole numbers, one per row; got {array.dtype} of shape {array.shape}.")
@@ -168,11 +170,11 @@ def whole_numbers(name: str, values: Numbers, signed: bool = False) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Routes of the planned rows: which leave the rank that holds them, and how wide they travel; all, in the order of
-    the table.
+    """Routes of the planned rows between ranks, in the order of the table.
 
-    A rank holds the rows that it generated (`rows_per_rank` in a row of the table); what is made of those that the plan
-    computes elsewhere may be handed back the same way. A row travels as wide as its bin: the rest is never read.
+    A rank holds the rows that it generated (`rows_per_rank` neighbours in the table). A row that the plan computes
+    elsewhere is sent there, and its results may be sent back the same way. Only as many tokens are sent as its bin is
+    wide: the rest is never read.
 
     rows [M]: table index. homes [M]: the rank that holds the row. ranks [M]: the rank that computes it. widths [M]:
     completion tokens of the longest completion of its bin, ≥ 1.
@@ -185,7 +187,7 @@ class Routes:
 
     @staticmethod
     def of(plan: Plan, completions: Ints, rows_per_rank: int) -> Routes:
-        """`completions` [N]: tokens of every row of the table."""
+        """Make the routes of `plan`. `completions` [N]: tokens of every completion of the table."""
         parts = [(np.asarray(one), rank) for rank, bins in enumerate(plan.bins) for one in bins if one]
         found = np.concatenate([np.zeros(0, np.int64), *(one for one, _ in parts)])
         sizes = [one.size for one, _ in parts]
@@ -196,19 +198,20 @@ class Routes:
 
     @property
     def moves(self) -> NDArray[np.bool_]:
-        """[M]: rows that leave their rank."""
+        """[M]: True for rows that leave their rank."""
         return np.not_equal(self.homes, self.ranks)
 
     def chosen(self, where: NDArray[np.bool_], by: Ints) -> Routes:
-        """Rows `where`, those of one rank of `by` together, ranks ascending: the messages' order at either end."""
+        """Return the rows where `where` is True, sorted by the ranks in `by`: the order of the messages at
+        either end."""
         at = np.flatnonzero(where)
         at = at[np.argsort(by[at], kind="stable")]
         return Routes(self.rows[at], self.homes[at], self.ranks[at], self.widths[at])
 
     def leaving(self, rank: int) -> Routes:
-        """Rows that `rank` hands over, by the rank that gets them."""
+        """Return the rows that `rank` sends, sorted by the rank that gets them."""
         return self.chosen(self.moves & (self.homes == rank), self.ranks)
 
     def arriving(self, rank: int) -> Routes:
-        """Rows that `rank` is handed, by the rank that they come from."""
+        """Return the rows that `rank` receives, sorted by the rank that they come from."""
         return self.chosen(self.moves & (self.ranks == rank), self.homes)

@@ -1,12 +1,12 @@
 """The plan of one optimizer step whose prompts are computed once: whole groups in bins, without padding.
 
-A bin is one packed row (`trl_bridge.shared_attention`), so it costs what it holds: Σ over its prompts of
-(prompt + Σ completions), in tokens. A row's last token is never computed, the copy of its prompt's last token is: with
-c completion tokens a row adds c.
+A bin is one packed row (`trl_bridge.shared_attention`), so it costs what it holds: Σ over its prompts of (prompt + Σ
+completions), in tokens. A row with c completion tokens adds c: its last token is not computed, but a copy of its
+prompt's last token is.
 
-Rows of a prompt stay together where the budget and an even share of a rank allow it; a group that is cut carries its
-prompt into both parts. Groups of like length share a bin (its attention works on rectangles). Of the fewest rounds that
-the budget allows the largest bin is as small as contiguous cuts of the sorted groups can make it.
+Rows of a prompt stay together if the budget and an even share of a rank allow it; a group that is cut carries its
+prompt into both parts. Groups of similar length share a bin (its attention works on rectangles). The plan has the
+fewest rounds that the budget allows. Its largest bin is as small as contiguous cuts of the sorted groups can make it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def plan_shared(rows: Rows, prompts: Numbers, num_ranks: int, max_tokens: int) -
     Guarantees as `plan_update`'s, where a bin's tokens are those of its packed row; ``tokens_live`` of the plan counts
     a prompt once. A row longer than max_tokens has a bin by itself.
 
-    prompts [N]: equal where rows have the same prompt (a hash of its tokens; the packed row looks at the tokens).
-    ValueError: no whole numbers, or not one a row.
+    prompts [N]: a number per row, equal for rows with the same prompt (a hash of its tokens; the packed row compares
+    the tokens). Raises ValueError if they are no whole numbers, or not one per row.
     """
     named = whole_numbers("prompts", prompts, signed=True)
     live = np.asarray(rows.live)
@@ -71,8 +71,10 @@ def cheaper(
     dearer_bin: int = DEARER_BIN,
     overhead: int = DEFAULT_OVERHEAD_TOKENS,
 ) -> Plan:
-    """The plan whose step waits for less: its tokens, and for each round what one more forward costs (``overhead``, in
-    tokens). ``dearer``, ``dearer_bin``: what a shared bin costs beyond its tokens, a share of them and tokens a bin."""
+    """Return the plan whose step takes less: its tokens, and ``overhead`` tokens for each round (one more forward).
+
+    ``dearer``, ``dearer_bin``: what a shared bin costs beyond its tokens, as a share of them and in tokens per bin.
+    """
     rounds = len(shared.bins[0])
     dear = shared.step_tokens * (1 + dearer) + rounds * (overhead + dearer_bin)
     if dear < plain.step_tokens + overhead * len(plain.bins[0]):
@@ -81,7 +83,8 @@ def cheaper(
 
 
 def _parts(rows: Rows, prompts: Ints, num_ranks: int, max_tokens: int) -> list[_PartOfGroup]:
-    """Longest first. No part is larger than the budget or a rank's even share, unless it is a single row."""
+    """Cut the live rows into parts with one prompt each, longest first. No part exceeds the budget or a rank's even
+    share, unless it is a single row."""
     prompt = np.asarray(rows.prompt_lengths)
     completion = np.asarray(rows.completion_lengths)
     table = np.flatnonzero(rows.live)
@@ -103,7 +106,8 @@ def _parts(rows: Rows, prompts: Ints, num_ranks: int, max_tokens: int) -> list[_
 
 
 def _cuts(tokens: Ints, num_ranks: int, max_tokens: int) -> Ints:
-    """Starts of the fewest rounds' bins, the largest as small as can be: bisection over a greedy walk."""
+    """Return the bins' starts for the fewest rounds, with the largest bin as small as possible: bisection over a greedy
+    walk."""
     ends = np.cumsum(tokens)
 
     def walk(limit: int) -> list[int]:
