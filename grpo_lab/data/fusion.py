@@ -11,8 +11,8 @@ the flag, so writing the empty block *is* the choice of the mode. A model for wh
 it. Only `enable_thinking=False`, a switch of the chat template, puts it into the prompt.
 
 A flag is in the user turn or in the system turn, and the last one decides, in dialogues too. Answers of earlier turns
-have no reasoning, as chat templates show them. The report does not say how many rows are of which kind. Qwen3 answers
-after reasoning that a budget cut without having been trained to; a small model has to be shown: `cut`.
+have no reasoning, as chat templates show them. The report does not say how many rows are of which kind. Qwen3 can
+answer when a budget has cut its reasoning, without training for it. A small model needs rows of this kind: `cut`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class FusionShares:
     Args:
         unflagged: share of the thinking rows that have no flag.
         in_system: share of the flagged rows of one turn that have the flag in the system turn.
-        in_both: share of the flagged rows of one turn that have the other mode's flag in the system turn, and their
+        in_both: share of the flagged rows of one turn with two flags: the other mode's in the system turn, and their
             own, which decides, in the user turn.
         dialogues: share of the rows with further questions and their answers before their own.
-        most_turns: most questions of a dialogue, its own included.
+        most_turns: largest number of questions in a dialogue, its own included.
         cut: number of extra copies of each thinking row. In a copy the reasoning is cut behind a random word or digit
             and closed in the prompt (as by ``budget_text: "\\n</think>\\n\\n"``), so that only the answer is trained
             on.

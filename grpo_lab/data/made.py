@@ -53,7 +53,8 @@ def different(draw: Callable[[], tuple[Mark, T] | None], split: str, find_split:
 
 
 def take(rows: Iterator[T], n: int, what: str, advice: str, **settings: Any) -> list[T]:
-    """Return the first ``n`` rows. Raises ValueError if there are fewer under these ``settings``."""
+    """Return the first ``n`` rows. Raises ValueError if there are fewer. ``what``, ``advice`` and ``settings`` are
+    for its message."""
     if n < 1:
         raise ValueError(f"n is {n}; at least 1 is needed")
     found = list(islice(rows, n))
@@ -159,8 +160,8 @@ def sorting(
         solution      2 4 4 4
         numbers       [4, 2, 4, 4]          (what ``grpo_lab.rewards.SortingReward`` reads)
 
-    **A cold start on the form alone**: ``worked_solution`` is as many random numbers. A model that sorts later has
-    learnt it from a reward. Source: the sorting chapter of CS336 lecture 17 (L = 4 of V = 10).
+    **A cold start on the form alone**: ``worked_solution`` has random numbers, as many as the prompt. A model that
+    sorts later has learnt it from a reward. Source: the sorting chapter of CS336 lecture 17 (L = 4 of V = 10).
 
     ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
 

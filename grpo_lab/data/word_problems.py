@@ -9,10 +9,10 @@
 **Splits are disjoint by construction** (``made``): the hash is of a problem's arithmetic, its family, operations and
 numbers in order. So a test problem is never a training problem with other names in it.
 
-**Careless solutions.** With ``misread`` the writer of the worked solutions at times takes multiplicative events for
-additive ones ("3 times as many" for "3 more", "shared among 4" for "less 4", "4 packs of 6" for "4 and 6"). The
-arithmetic is right and the answer wrong, as in unfiltered solutions from elsewhere: a cold start that leaves something
-for reinforcement learning to correct. The column ``solution`` stays the true answer.
+**Careless solutions.** With ``misread`` the worked solutions at times take multiplicative events for additive ones ("3
+times as many" for "3 more", "shared among 4" for "less 4", "4 packs of 6" for "4 and 6"). The arithmetic is right and
+the answer wrong, as in unfiltered solutions from elsewhere: a cold start that leaves something for reinforcement
+learning to correct. The column ``solution`` stays the true answer.
 
 **Habits** (`SolutionStyle`): a model after a cold start on them can be used to try rewards of length or language.
 """

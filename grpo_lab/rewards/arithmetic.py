@@ -269,7 +269,7 @@ class EquationSteps(SplitStepReward):
     scored.
 
     A name that the solution sets (``A = 3 + 4``) keeps its value in later steps. A wrong *plan* with right arithmetic
-    is not seen, and a model could learn to write trivial equations: use it beside an outcome reward.
+    is not noticed, and a model could learn to write trivial equations: use it beside an outcome reward.
 
     Source: ours, in the place of DeepSeekMath's process reward model (arXiv 2402.03300, §4.1.3).
 

@@ -154,8 +154,8 @@ class CodeReward:
             half of these seconds a completion has a tenth of its time; after all of them none is begun. A completion
             that is not judged for this reason gets None, and is counted.
         workers: completions judged at once; None: one per core, shared among the ranks of this machine.
-        walls: protections of this machine from the program that must be in force (``grpo_lab.sandbox.walls``); None:
-            all that the machine gives.
+        walls: the protections between the program and this machine that must be in force (``grpo_lab.sandbox.walls``);
+            None: all that the machine gives.
 
     A run that the machine killed (SIGKILL that no limit sent, as when its memory runs out) is judged once more, alone;
     then it gets None. ``counts`` tallies ``passed``, ``failed``, ``limit``, ``unusable``, ``unjudged`` since

@@ -1,8 +1,8 @@
-"""Simulate judges that compare completions, to train a preference model on: without noise, with that of people, and
-with a systematic preference for length.
+"""Simulated judges, whose comparisons of completions train a preference model: one without noise, one with people's
+noise, and one with a preference for length.
 
     truth        prefers the better one, by quality; between equals it says nothing
-    people       P(first is preferred) = σ((q₁ − q₂)/T): wrong the more often, the closer the two qualities are
+    people       P(first is preferred) = σ((q₁ − q₂)/T): the closer the qualities, the more often it is wrong
     systematic   prefers the longer one with probability ``longer``, whatever their quality
 
 The noise of people averages out over many comparisons. The systematic one does not: a model learns from it that length

@@ -117,7 +117,7 @@ def parsed_reasoning(completion: Any) -> str | None:
 
 def whole_text(completion: Any, ids: Sequence[int] | None = None, tokenizer: Any = None, opening: str = THINK) -> str:
     """Return a completion as the model wrote it, with its reasoning in tags. A parsed message is decoded from its
-    token ids. Without these or the tokenizer, its parts are put together again, behind ``opening``."""
+    token ids. Without these or the tokenizer, its parts are put together again, behind the tag ``opening``."""
     text = completion_text(completion)
     if isinstance(completion, str):
         return text

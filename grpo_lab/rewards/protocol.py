@@ -141,8 +141,8 @@ class GroupReward(ABC):
     Args:
         num_generations: G. Needed in stock TRL with more than one process; with one process it is inferred from the
             prompts.
-        sources: completion rewards by name, called for names in ``requires`` whose values the run does not supply
-            (never supplied in stock TRL, which shows no reward the values of another).
+        sources: completion rewards by name, to call if the run does not supply the values of a name in ``requires``.
+            Stock TRL never does: it shows no reward the values of another.
     """
 
     scope: ClassVar[Scope] = "group"

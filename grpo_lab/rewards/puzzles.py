@@ -1,8 +1,8 @@
 """Rewards of generated problems (Countdown, sorting, proofs), whose answers a rule checks; and a random one, as a
 control.
 
-A gain under a random reward says nothing about rewards: RL on Qwen2.5 lifts MATH-500 even when the reward knows nothing
-of the answer. Its family has seen the problems (arXiv 2507.10532), and clipping favours what the model does anyway
+Scores can rise under a random reward, too: RL on Qwen2.5 lifts MATH-500 even when the reward knows nothing of the
+answer. This model family has seen the problems (arXiv 2507.10532), and clipping favours what the model does anyway
 (arXiv 2506.10947). Train the control with everything else as in the run it is compared with, and report both.
 """
 
@@ -183,8 +183,8 @@ class ProofReward(RowReward):
 
 
 def why_not(completion: str, sequent: str) -> str:
-    """Return what is wrong with the proof in ``completion``; empty if it is right. Raises ``NoFormula`` if the
-    sequent is none."""
+    """Return what is wrong with the proof in ``completion``; empty if it is right. Raises ``NoFormula`` if
+    ``sequent`` is none."""
     premises, goal = read_sequent(sequent)
     lines = [line for line in answer_block(completion).splitlines() if line.strip()]
     first = max((place for place, line in enumerate(lines) if _FIRST.match(line)), default=len(lines))

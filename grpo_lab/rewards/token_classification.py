@@ -20,8 +20,8 @@ class TokenClassificationSteps(SplitStepReward):
     which the step ends. White space around a step is removed. In a causal model the score of a step depends on nothing
     after it.
 
-    The model is loaded at the first call, a whole copy on every rank. A prompt that leaves no room is refused. Steps
-    beyond ``max_length`` are not scored; their share is logged (``<name>/beyond_share``). Source: Math-Shepherd
+    The model is loaded at the first call, a whole copy on every rank. A prompt that leaves no room raises ValueError.
+    Steps beyond ``max_length`` are not scored; their share is logged (``<name>/beyond_share``). Source: Math-Shepherd
     (2312.08935), DeepSeekMath §4.1.3.
 
     Args:

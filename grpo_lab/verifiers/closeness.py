@@ -7,8 +7,8 @@ right. What it calls equal is checked again here, and stays equal if
     one holds a decimal (`1.6e-19`)        they agree to six decimals; below 0.1, six from the first significant digit
     they have variables                    they agree in this way at points of several magnitudes
 
-This check makes nothing equal. A decimal is the fraction that it writes; what has no value (`f(x)`) is left as judged.
-It runs in a worker: it imports sympy.
+This check makes nothing equal. A decimal counts as the fraction that it writes. What has no value (`f(x)`) stays as
+judged. It runs in a worker: it imports sympy.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ r"""Tell units behind a number, which are dropped, from upright symbols, which a
     3+4\mathrm{i}   \mathrm{e}^2   2\mathrm{x}          symbols, set upright: i, e, x
     \mathrm{sin}\,x   2\boldsymbol{\pi}                 a function, a constant
 
-A single upright letter is a unit only if it abbreviates one, stands behind a number without variables, and is followed
-by nothing but further units. `i`, `e`, `x` and `\pi` never are units.
+A single upright letter is a unit only if it abbreviates one, behind a number without variables and before nothing but
+further units. `i`, `e`, `x` and `\pi` never are units.
 """
 
 from __future__ import annotations

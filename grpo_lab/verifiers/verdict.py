@@ -56,7 +56,7 @@ def as_number(value: Any) -> float | None:
 def checked_scores(
     values: Any, count: int, who: str, *, infinite: bool = False, nan: bool = True
 ) -> list[float | None]:
-    """Check what ``who`` returned for ``count`` completions, a number or None each, and return it as floats.
+    """Check what ``who`` returned for ``count`` completions, a number or None each, and return these as floats.
     ``infinite`` and ``nan`` allow ±inf and NaN. Raises ValueError that says in one line who returned what, where,
     and what is allowed."""
     try:

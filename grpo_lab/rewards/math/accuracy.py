@@ -282,7 +282,7 @@ class HashesReward(RowReward):
         self.take = take
 
     def score(self, text: str, *row: Any) -> float | None:
-        """Return None if the gold is empty. `solution` must be the number alone, as from `load_gsm8k`."""
+        """Return 1.0 or 0.0; None if the gold is empty. `solution` must be the number alone, as from `load_gsm8k`."""
         gold = row[0] if isinstance(row[0], str) else number_text(row[0])
         expected = without_thousands((gold or "").strip())
         if not expected:

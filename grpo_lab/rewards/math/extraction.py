@@ -72,8 +72,8 @@ def is_heading(line: str, before: str) -> bool:
 
 
 def closed_boxes(text: str) -> list[tuple[int, int, int, int]]:
-    """Find the outermost closed boxes, in one pass with a stack. Each is (start, end) of the command, (start, end)
-    of its inside."""
+    """Find the outermost closed boxes, in one pass with a stack. Each is (start, end, start of its inside, end of
+    its inside)."""
     first = min((place for head in ("\\boxed", "\\fbox") if (place := text.find(head)) >= 0), default=-1)
     if first < 0:
         return []
@@ -111,7 +111,7 @@ def closed_boxes(text: str) -> list[tuple[int, int, int, int]]:
 @dataclass(frozen=True)
 class Answer:
     """One answer in a completion: its `text`, the `marker` that led to it, its place `[start, end)`. `weak`: it is
-    plain words, no expression. `labelled`: all of it, if it begins with the letter of a choice, `(A) 5 apples`."""
+    plain words, no expression. `labelled`: the text with its choice letter, `(A) 5 apples`; None without one."""
 
     text: str
     marker: Marker
@@ -334,8 +334,8 @@ def _line(text: str, start: int) -> str:
 
 
 def _first_and_last(places: list[T]) -> list[T]:
-    """Keep the first places (run-on text is found by them) and the last ones (the final answer). It bounds the work
-    on hostile text."""
+    """Keep the first places, which show where run-on text begins, and the last, which hold the final answer. This
+    bounds the work on hostile text."""
     if len(places) <= 2 * _KEPT:
         return places
     return places[:_KEPT] + places[-_KEPT:]
