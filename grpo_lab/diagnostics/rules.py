@@ -59,7 +59,7 @@ class Facts:
 
     updates: float | None = None  # optimizer steps on one generation batch
     last_step: int = 0  # ``max_steps`` of the run
-    own_loss: bool = False  # a team's, of which nobody here knows what its value says
+    own_loss: bool = False  # a team's own loss, whose value says nothing to these rules
     moves: bool | None = None  # whether some parameter group's learning rate is not 0 now
 
 
@@ -69,7 +69,7 @@ Seen = Callable[[History, Facts], str | None]
 @dataclass(frozen=True)
 class Rule:
     name: str
-    seen: Seen  # the sentence, with what was seen, where the history shows it; else None
+    seen: Seen  # the sentence, with the values seen, if the history shows the fault; else None
     settings: str  # where to look
     healthy: bool = False  # it explains something that looks wrong and is not
 

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from grpo_lab.batch import masked_sum
 
-#: of a run's folder; a line for each optimizer step that was looked at
+#: file in a run's folder, with a line for each optimizer step that was looked at
 FILE = "token_weights.jsonl"
 QUARTERS = 4
 #: upper ends of the buckets of pass rates but the last, which is 1 alone, as 0 is the first: such groups are dead

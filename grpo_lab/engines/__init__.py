@@ -1,2 +1,1 @@
-"""Engines that make completions, without TRL: generators, vLLM engine and server, weight sync, proof, thinking
-budget."""
+"""Engines that make completions, without TRL: generators, vLLM engine and server, weight sync, thinking budget."""

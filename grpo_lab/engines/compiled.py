@@ -48,8 +48,9 @@ class CompiledGenerate:
         generation_config: GenerationConfig,
         **more: Any,
     ) -> Tensor:
-        """Complete prompts ``[B, L]``, padded on the left; return both ``[B, L + T]``, as ``stock``, the model's own,
-        does.
+        """Return left-padded prompts ``[B, L]`` with their completions, ``[B, L + T]``.
+
+        The form is that of ``stock``, the ``generate`` of ``model``.
 
         Raises:
             ValueError: if `refuse_compiled` finds a reason against compiled forwards.
@@ -58,7 +59,7 @@ class CompiledGenerate:
         said = filled_config(generation_config, model)
         ends = torch.tensor(ends_of(said), dtype=torch.long, device=input_ids.device)
         pad = int(next((token for token in (said.pad_token_id, *ends.tolist()) if token is not None), 0))
-        if input_ids.size(1) == 1:  # what is read before is all but a prompt's last token: here a column of padding
+        if input_ids.size(1) == 1:  # the cache must hold a token before the last: a column of padding
             ids = torch.nn.functional.pad(input_ids, (1, 0), value=pad)
             mask = torch.nn.functional.pad(attention_mask, (1, 0), value=0)
             return self(stock, model, ids, mask, generation_config, **more)[:, 1:]
@@ -104,7 +105,7 @@ class CompiledGenerate:
         like = read.layers[0].keys
         size = (rows, length, like.dtype, like.device)
         if self.room is None or self.room.size != size:
-            self.room = None  # its memory goes before there is another one
+            self.room = None  # free its memory before the new one is made
             self.room = StaticRoom(read, rows, length, model_config)
         return self.room
 
@@ -208,7 +209,7 @@ class StaticRoom:
         """Copy the prompts' keys and values from the cache ``read`` to the start of each row; set all else to 0."""
         for whole, layer in zip(self._whole, read.layers, strict=True):
             for part, own in zip(whole, (layer.keys, layer.values), strict=True):
-                part.zero_()  # a masked key counts for nothing unless it is NaN
+                part.zero_()  # a masked key has no effect unless it is NaN
                 part[:, :, : own.size(2)] = own[rows]
 
     def choose(self, rows: Tensor, length: int) -> None:

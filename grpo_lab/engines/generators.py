@@ -33,8 +33,8 @@ class Completion:
     """A completion, what a policy wrote after a prompt.
 
     ids             tokens [T], the end token included
-    ended           by an end token; False where the limit of tokens cut it off
-    logprobs        the generator's log-probs of them in nats [T]; None where it gives none
+    ended           whether an end token ended it; False: the limit of tokens cut it off
+    logprobs        the generator's log-probs of these tokens in nats [T]; None: it gives none
     policy_version  optimizer steps taken by the policy that wrote it; None outside a training
     mask            1 = sampled, 0 = inserted by a thinking budget, with NaN in ``logprobs`` [T]; None: all sampled
     """

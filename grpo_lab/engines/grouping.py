@@ -26,7 +26,7 @@ class GroupedEngine:
 
     #: called with the ``EngineFault`` of a log-prob that is NaN or infinite; None: the fault is raised
     on_fault: Callable[[EngineFault], None] | None = None
-    faulty = False  # there was one, so pages of the KV cache may hold NaN until `sync.clear_cache`
+    faulty = False  # after such a fault pages of the KV cache may hold NaN until `sync.clear_cache`
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm

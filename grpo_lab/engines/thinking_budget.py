@@ -87,7 +87,8 @@ class ThinkingBudget:
         return len(ids) < self.budget or (len(ids) > 0 and ids[-1] in self.eos_ids)
 
     def thinks(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether completions of this prompt begin with thinking: unless it ends in a closed thinking block."""
+        """Return whether completions of this prompt begin with thinking; False if it ends in a closed thinking
+        block."""
         tail = list(prompt_ids[-8 - len(self.stop_ids) :])
         return not self.decode(tail).rstrip().endswith(END_TEXT)
 
@@ -123,13 +124,13 @@ class BudgetedGenerator:
         try:
             made = budgeted_generate(asked, generate, settings, in_step=self.in_step)
         except GenerationStopped:
-            raise GenerationStopped([[None] * n for _ in prompts]) from None  # of this call only parts are there
+            raise GenerationStopped([[None] * n for _ in prompts]) from None  # no completion of this call is whole
         return [made[start : start + n] for start in range(0, len(made), n)]
 
 
 def tokens_of_thinking(prompt: str, completion: Completion, decode: Callable[[list[int]], str]) -> int | None:
     """Count the tokens that the model wrote before its thinking was closed, by itself or by a budget. None if it did
-    not think: the prompt closes its thinking, or neither of them opens it and the completion closes none."""
+    not think: the prompt closes its thinking, or no thinking is opened or closed."""
     if completion.mask is not None and completion.was_cut:
         return completion.mask.index(0)
     ids = completion.ids
@@ -183,7 +184,7 @@ def _joined(head: Completion, inserted: list[int], tail: Completion, settings: T
 
 
 def _checked(found: list[Completion], limit: int) -> list[Completion]:
-    """Return ``found``. Raises ValueError if a completion has more than ``limit`` tokens, or not a log-prob each."""
+    """Return ``found``. Raises ValueError if a completion has more than ``limit`` tokens, or too few log-probs."""
     for row, one in enumerate(found):
         if len(one.ids) > limit:
             raise ValueError(f"completion {row} has {len(one.ids)} tokens; the engine was asked for {limit}")

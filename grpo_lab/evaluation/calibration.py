@@ -3,8 +3,8 @@
     ECE = Σ_b (n_b / N) · |mean correct in b − mean confidence in b|       Naeini, Cooper, Hauskrecht, AAAI 2015
     Brier = mean (confidence − correct)²                                   Brier 1950
 
-ECE depends on the bins: they have equal width, or equal mass (the same number of answers in each, so none is empty).
-It is biased upwards where bins are small (a calibrated model has an ECE above 0), which its interval shows.
+ECE depends on the bins: they have equal width, or equal mass (as many answers in each), which does not rest on empty
+bins. It is biased upwards where bins are small (a calibrated model has an ECE above 0), which its interval shows.
 """
 
 from __future__ import annotations

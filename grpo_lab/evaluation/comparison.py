@@ -51,7 +51,7 @@ class PairedTest:
     """Test of ``name`` against ``against``, on the problems that both answered and that could be scored.
 
     difference: share of ``name`` minus that of ``against``, 95% interval; None: no test was made, for the reason
-    ``why_not``. gained, lost: how many problems only ``name``, or only ``against``, has right. p_value: McNemar's exact
+    ``why_not``. gained, lost: how many problems only ``name``, or only ``against``, solved. p_value: McNemar's exact
     test, two-sided.
     """
 
@@ -78,7 +78,7 @@ class Comparison:
 def compare(folders: Sequence[str | Path], stages: StagesOf = as_left) -> Comparison:
     """Compare the runs in ``folders``: outputs of `train` or `long2short`, or of `evaluate --output`.
 
-    ``stages``: returns the current stages of a pipeline's folder.
+    ``stages``: a function that returns the current stages of a pipeline's folder.
 
     Raises:
         ValueError: fewer than two, more than ``MOST_RUNS``, one named twice, or a folder with nothing of a run in it.

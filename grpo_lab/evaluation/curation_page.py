@@ -103,8 +103,8 @@ def _filters(report: CurationReport) -> Section:
 
 
 def histogram(rows: Rows) -> list[Bar]:
-    """Count pass rates in twelve bars: exactly 0, ten tenths (k/10, (k+1)/10] without the ends, exactly 1. No rates:
-    none."""
+    """Count pass rates in twelve bars: exactly 0, ten tenths (k/10, (k+1)/10] without the ends, exactly 1. Without
+    rates there are no bars."""
     counts = [[0, 0] for _ in range(12)]
     for row in rows:
         rate = row.get("pass_rate")
@@ -127,7 +127,7 @@ def histogram(rows: Rows) -> list[Bar]:
 
 
 def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:
-    """Return (row, question, gold, pass rate) of kept rows, evenly from hard to easy; without rates over the data."""
+    """Return (row, question, gold, pass rate) of kept rows, evenly from hard to easy (without rates, over the data)."""
     found = []
     for number in _shown_rows(rows):
         row = rows[number]

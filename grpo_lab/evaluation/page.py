@@ -81,8 +81,8 @@ class Table:
 @dataclass(frozen=True)
 class Section:
     """A section of a page; its parts appear in the order of the fields. ``groups``: lists of (name, text), each with
-    its heading. ``drawing``: a pipeline's stages as boxes and arrows. ``folded``: the words to see until it is
-    opened."""
+    its heading. ``drawing``: a pipeline's stages as boxes and arrows. ``folded``: if given, the section is closed, and
+    shows these words until it is opened."""
 
     title: str
     lead: str = ""
@@ -165,7 +165,7 @@ def settings_section(summary: Mapping[str, Any]) -> Section:
         if isinstance(value, Mapping) and value:
             said = [(name, text_of(key if key == "seconds" else name, one)) for name, one in flat(value)]
             groups.append((_NAMES.get(key, str(key).replace("_", " ")), said))
-        elif key not in ("name", "finished", "left"):  # the heading, and of notices where something is not so
+        elif key not in ("name", "finished", "left"):  # shown as the heading, or in notices
             plain.append((_NAMES.get(key, str(key).replace("_", " ")), text_of(key, value)))
     found = [*([("run", plain)] if plain else []), *groups]
     return Section("Settings", groups=found, folded="what was run, and with what")

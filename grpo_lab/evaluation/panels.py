@@ -186,7 +186,7 @@ def unit_of(metric: str) -> str:
 
 
 def _working(record: RunRecord) -> Figure | None:
-    """Draw R1-Zero's curve: right answers, worked-out answers, length. None if `worked_out` was not logged."""
+    """Draw right answers, worked-out answers and length in one figure, as of R1-Zero; None without `worked_out`."""
     worked_out = Line("worked out", record.first_of("rewards/worked_out/mean"))
     if not worked_out.points:
         return None
@@ -266,7 +266,7 @@ def weight_figures(record: RunRecord) -> list[Figure]:
 def comparison_figures(runs: Sequence[RunRecord]) -> list[Figure]:
     """Draw each quantity with one line a run; quantities that no run recorded are left out."""
     meaning, unit = "Bars: 95% Wilson interval over problems.", "share of problems correct"
-    trained = [run for run in runs if run.kind not in (EVALUATION, PIPELINE)]  # of no step
+    trained = [run for run in runs if run.kind not in (EVALUATION, PIPELINE)]  # others have no steps
     accuracy = [accuracy_line(run, run.name) for run in trained]
     found = [figure("Held-out accuracy", meaning, accuracy, unit, share=True)]
     for panel in panels_of(*runs):

@@ -1,7 +1,7 @@
 """Pipelines on a page and on the terminal: a drawing and a table of the stages, accuracy by stage and task, curves.
 
-It is about one pipeline or several runs of it. Then a number is the mean over the runs that have it, with the lowest
-and the highest in brackets.
+With several runs of one pipeline, a number is the mean over the runs that have it, with the lowest and the highest in
+brackets.
 """
 
 from __future__ import annotations

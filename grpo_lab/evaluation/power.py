@@ -1,4 +1,4 @@
-"""Power of a comparison of two arms by Student's t test, two-sided: the seeds it needs, and what so many detect."""
+"""Power of a comparison of two arms (Student's t test, two-sided): the seeds needed, the difference detected."""
 
 from __future__ import annotations
 

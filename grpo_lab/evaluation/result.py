@@ -39,16 +39,16 @@ class Outcome:
     sample      0 for greedy; 0 … n_samples − 1 for sampled
     question    the plain prompt, or the last user message
     prompt      exactly the text the model continued (template included)
-    solution    the gold answer as it stood in the column `solution`; None where the rows have no such column
+    solution    the gold answer in the column `solution`, as text; None: the rows have no such column
     completion  what the model wrote, special tokens removed
     tokens      tokens it wrote, the end-of-sequence token included
     truncated   it reached max_new_tokens without an end-of-sequence token
     score       the reward; None: unscorable, counted apart and in no accuracy
-    answer      the answer that maj@k lets vote; None: none found, or no reader for answers was given
+    answer      the answer that votes in maj@k; None: none found, or no reader for answers was given
     thinking    tokens that it wrote before its thinking was closed; None: it did not think
     log_prob    mean log-prob of the tokens that the model wrote, in nats; None: not asked for
     measures    name → score of each further reward (`format`, `language`, …); None: unscorable
-    group       the row's value, as text, in the column by which accuracy is reported; None: in none
+    group       the row's value, as text, in the column by which accuracy is reported; None: there is no such column
     """
 
     problem: int
@@ -357,9 +357,9 @@ def _in_order(group: str) -> tuple[bool, float, str]:
 
 
 def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, Any]:
-    """Summarise completions. ``worked_out``: they write a calculation down (``grpo_lab.rewards.worked_out``);
-    ``reflection``: they have a word of it (``grpo_lab.rewards.completion.reflects``); ``thinking``: of those that
-    think."""
+    """Summarise completions. ``worked_out_share``: those that write a calculation down
+    (``grpo_lab.rewards.worked_out``). ``reflection_share``: those with a word of reflection
+    (``grpo_lab.rewards.completion.reflects``). ``mean_thinking``: over those that think."""
     measured = outcomes[0].measures if outcomes else ()
     return {
         "completions": len(outcomes),

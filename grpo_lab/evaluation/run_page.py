@@ -55,7 +55,8 @@ _CONTROL = (
 def write_report(place: str | Path, stages: StagesOf = as_left) -> Path:
     """Write `report.html` in a folder of `train`, `long2short`, `rounds`, `curate`, `evaluate` or `pipeline`.
 
-    It returns the path. ``stages``: returns a pipeline's current stages; default: as its last run left them.
+    Return its path. ``stages``: a function that returns a pipeline's current stages; default: as its last run left
+    them.
 
     A missing piece is named at the end of the page, a damaged one under "Notices". If ``place`` is the page of a
     comparison, it is made again from its runs.

@@ -38,7 +38,7 @@ class Interval:
 
 
 def wilson_interval(successes: float, n: float) -> tuple[float, float]:
-    """Limits of a binomial share p̂ = successes / n.
+    """Compute the confidence limits of a binomial share p̂ = successes / n.
 
     (p̂ + z²/2n ± z √(p̂(1−p̂)/n + z²/4n²)) / (1 + z²/n)      E. B. Wilson, JASA 22 (1927)
 
@@ -123,7 +123,8 @@ def mcnemar_exact(gained: int, lost: int) -> float:
 
 
 def half_width_over_seeds(values: Sequence[float]) -> float | None:
-    """Half of the 95% interval of the mean over trainings: t · s / √n, s with n − 1. None for fewer than two."""
+    """Compute half of the 95% interval of the mean over trainings: t · s / √n, s with n − 1. None for fewer than
+    two."""
     n = len(values)
     if n < 2:
         return None

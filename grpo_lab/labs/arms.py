@@ -43,13 +43,14 @@ class LabFile:
 
     Args:
         about: a line about the lab.
-        recipe: of ``grpo-lab train``: a path beside the file, or one below ``recipes/``.
+        recipe: the recipe of ``grpo-lab train``: a path beside the file, or one below ``recipes/``.
         arms: name → changes of the recipe (keys may be dotted), or ``module:function``, which returns them from the
             arm's name, the seed and the options (``options.start``: the path of the start model).
-        columns: of the table: title → a place in the evaluation's ``summary.json`` (``greedy.mean_length_correct``);
-            ``mean.METRIC`` or ``last.METRIC``, a logged metric's mean over all steps or the last quarter of them; or
-            ``module:function``, which computes the number from the ``EvaluationResult`` and the log.
-        curves: drawn over generated tokens: title → logged metric; ``evaluation.PLACE``, a number of the held-out
+        columns: title → number in the table: a place in the evaluation's ``summary.json``
+            (``greedy.mean_length_correct``); ``mean.METRIC`` or ``last.METRIC``, a logged metric's mean over all steps
+            or the last quarter of them; or ``module:function``, which computes the number from the ``EvaluationResult``
+            and the log.
+        curves: title → curve over generated tokens: a logged metric; ``evaluation.PLACE``, a number of the held-out
             evaluations (before, each ``evaluation.every`` steps, after); or ``module:function``, which computes the
             points (tokens, value) from the log.
         panels: draw the arm ``a, b`` as line b of the panel a.
@@ -58,7 +59,8 @@ class LabFile:
         compared_by: title of a column, a share, for which the lab says how many seeds a difference needs.
         start: the model that all arms begin from; None: the recipe's cold start, made once.
         prepare: ``module:function``, called with the options before the first cell.
-        threads: of a cell on a CPU, so that cells side by side do not wait for each other; None: PyTorch's choice.
+        threads: threads of a cell on a CPU, so that cells side by side do not wait for each other; None: PyTorch's
+            choice.
     """
 
     about: str
@@ -181,7 +183,7 @@ class Arms:
             load_named(self.said.prepare, "prepare")
         for arm in arms:
             if isinstance(changes := self.said.arms[arm], str):
-                load_named(changes, f"arms.{arm}")  # it may read what `prepare` makes
+                load_named(changes, f"arms.{arm}")  # loaded, not called: it may read what `prepare` makes
             else:
                 recipe = self.with_changes(options, {**self.changes(arm, self.said.seeds[0], options), "name": arm})
                 if given:
@@ -234,7 +236,7 @@ class Arms:
         of_arm: Any = self.said.arms[arm]
         if isinstance(of_arm, str):
             of_arm = load_named(of_arm, f"arms.{arm}")(arm, seed, options)
-        every = deepcopy(dict(self.said.settings))  # dotted keys of an arm reach into it
+        every = deepcopy(dict(self.said.settings))  # copied: dotted keys of an arm change it
         return {"disable_tqdm": True, **every, **of_arm, **dict.fromkeys(self.said.seeded, seed)}
 
     def curve(self, title: str, name: str, log: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[float, float]]:

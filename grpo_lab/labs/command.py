@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(known: argparse.Namespace) -> None:
-    """Run the lab's cells that have no record yet; print its report and write it into the folder."""
+    """Run the lab's cells that have no up-to-date record; print the report, which is also written into the folder."""
     if known.name in LABS:
         lab: Experiment = import_module(f"grpo_lab.labs.{known.name}").LAB
         given = {"--recipe": known.recipe, "--start": known.start, "--set": lab.in_process and known.set}

@@ -177,7 +177,7 @@ def _cells(experiment: Experiment, arms: Sequence[str], options: Options) -> lis
 
 
 def _plan(why: Mapping[str, str]) -> dict[str, str]:
-    """Group the cells by the reason why they would run."""
+    """Group the cells by their reason to run, for a dry run to show."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in why.items():
         by_reason.setdefault(_shortened(reason) or "done already", []).append(name)
@@ -185,7 +185,7 @@ def _plan(why: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(experiment: Experiment, cells: Sequence[LabCell], options: Options) -> list[str]:
-    """Run the cells. Return for each that has no record afterwards the reason."""
+    """Run the cells. Return the reasons why some have no record afterwards."""
     if experiment.in_process:
         for cell in cells:
             _run_cell(experiment, cell, options)

@@ -84,7 +84,8 @@ class World:
         return World(tree, policy, *(policy + tree.logits(3 * seed + n, spread) for n, spread in moved))
 
     def gradient(self, next_tokens: bool = False) -> Tensor:
-        """Compute the exact ∇KL(π‖π_ref) by the policy's logits, flattened."""
+        """Compute the exact ∇KL(π‖π_ref) by the policy's logits, flattened. ``next_tokens``: that of each next token's
+        KL."""
         logits = self.policy.clone().requires_grad_()
         if next_tokens:
             of = self.tree.divergence_of_next_tokens

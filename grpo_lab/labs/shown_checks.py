@@ -65,8 +65,8 @@ def not_logged(columns: Mapping[str, str], curves: Mapping[str, str], folders: I
 
 
 def _check_place(name: str, where: str, jobs: Mapping[str, Job]) -> None:
-    """Raise ValueError if an arm's `summary.json` will lack the place. Groups of problems are known later:
-    unchecked."""
+    """Raise ValueError if an arm's `summary.json` will lack the place. Groups of problems are not known yet, and
+    pass."""
     for arm, job in jobs.items():
         if job.evaluation is None:
             raise ValueError(f"`{where}` is {name!r}, and the recipe of arm {arm!r} has no `evaluation`")

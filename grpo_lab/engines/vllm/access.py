@@ -160,14 +160,14 @@ class LoadAdapter(Unload):  # never in place: cached prompts would stay
     @model_validator(mode="after")
     def _is_fit(self) -> LoadAdapter:
         file = Path(self.lora_path) / "adapter_model.safetensors"
-        if file.is_file():  # else vLLM says so
+        if file.is_file():  # else vLLM reports it
             refuse_unfit(file)
         return self
 
 
 def refuse_unfit(file: Path) -> None:
     """Raise ValueError if a file holds a tensor that no engine should load (`sync.fit`); vLLM does not check that."""
-    from grpo_lab.engines.vllm.worker import tensors_of  # with torch, which this process has by then
+    from grpo_lab.engines.vllm.worker import tensors_of  # imports torch, loaded by then
     from grpo_lab.engines.weights.sync import WeightSyncError, fit
 
     try:
@@ -220,7 +220,7 @@ class Guard:
             self._check(headers, scope)
             body = await self._body(scope, headers, receive)
         except HTTPException as refused:
-            # closed, so that a body that was not read is not taken for a request
+            # close: the unread rest of a body must not be taken for a request
             closed = {"connection": "close", "cache-control": "no-store", **(refused.headers or {})}
             await JSONResponse({"error": refused.detail}, refused.status_code, closed)(scope, receive, send)
             return

@@ -36,7 +36,7 @@ def why_not(kernels: bool = True) -> str | None:
         found = None
         if kernels:
             found = _without_kernels(current_platform)
-    except Exception as error:  # whatever half an installation raises
+    except Exception as error:  # a broken installation may raise anything
         note_broken(described(error))
         return f"vLLM is broken here ({_broken})"
     return found and f"vLLM is broken here ({found})"

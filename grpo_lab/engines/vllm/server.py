@@ -233,7 +233,7 @@ class Server:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    pass_fds=() if holding is None else (holding,),  # until this process and the server's are gone
+                    pass_fds=() if holding is None else (holding,),  # until this process and the server end
                     preexec_fn=partial(die_with_parent, signal.SIGTERM),  # no server is left behind
                 )
             wait_until_ready(options.base_url, self.start_timeout, token=lambda: token, process=self.process, log=log)
@@ -364,7 +364,7 @@ def serve(options: ServerOptions, *, start_timeout: float = START_TIMEOUT, log: 
     try:
         with Server(options, log=log, start_timeout=start_timeout) as server:
             assert server.token is not None
-            token = server.token.file  # where it is, never what
+            token = server.token.file  # its file, never its value
             if token is None:
                 where = f"the environment ({tokens.VARIABLE})"
             else:

@@ -48,7 +48,7 @@ class TokenRefused(ValueError):
 
 
 def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, bytes]:
-    """Send a GET; return status and body, (None, b"") if the whole does not arrive in time. A redirect gets no
+    """Send a GET; return status and body, (None, b"") if the whole does not arrive in time. A redirect never gets the
     token."""
     request = urllib.request.Request(url)
     end = time.monotonic() + timeout
@@ -57,7 +57,7 @@ def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, 
     page = bytearray()
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:
-            while piece := response.read1(2**16):  # urllib's limit is one of each piece
+            while piece := response.read1(2**16):  # urllib's limit is for each piece
                 page += piece
                 if time.monotonic() > end:
                     return None, b""

@@ -78,7 +78,8 @@ def tokens_folder() -> Path:
 
 
 def default_file(base_url: str) -> Path:
-    """Return the token's file of the server at an address. This machine's addresses share one a port, with its name."""
+    """Return the token file of the server at an address. All local addresses (`LOCAL_NAMES`) share one file per port,
+    which has this machine's name."""
     url = urlparse(base_url)
     host = url.hostname or ""
     if host in LOCAL_NAMES:
@@ -93,7 +94,7 @@ def of_server(base_url: str, named: Path | None) -> AccessToken:
     (`server.held_address`), since the file of that address is replaced. Raises ValueError if the token is too short or
     not plain, OSError if its file cannot be written."""
     if named is not None:
-        with contextlib.suppress(FileExistsError):  # then it is taken, also where another server has just made it
+        with contextlib.suppress(FileExistsError):  # then that file's token is used
             write(named, secrets.token_urlsafe(32), anew=True)
         found = read(named)
     elif os.environ.get(VARIABLE):
@@ -152,7 +153,7 @@ def write(file: Path, token: str, *, anew: bool = False) -> None:
 def read(file: Path) -> str:
     """Read the token in a file. Raises ValueError if others can read it too."""
     if not stat.S_ISREG(file.stat().st_mode):
-        raise ValueError(f"the token file {file} is no file")  # a pipe would be waited for
+        raise ValueError(f"the token file {file} is no file")  # reading a pipe would block
     with file.open("rb") as text:
         found = os.fstat(text.fileno())
         if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:

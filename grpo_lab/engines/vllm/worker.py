@@ -190,7 +190,7 @@ def _answered(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
 class WeightLoading:
     """Methods that vLLM mixes into its workers, to be called through `/collective_rpc`."""
 
-    model_runner: Any  # the worker's own
+    model_runner: Any  # set by vLLM's worker
     vllm_config: Any
     grpo_lab_version = ""  # of the last complete load; "" for weights from the disk
     grpo_lab_moved = False  # a run has sent weights in the place of those from the disk
@@ -206,7 +206,7 @@ class WeightLoading:
                 pass
         except WeightSyncError as unfit:
             return {"refused": str(unfit)}
-        self.grpo_lab_version = ""  # until it is done, what this worker holds is nobody's version
+        self.grpo_lab_version = ""  # until the load is done, this worker holds no complete version
         self.grpo_lab_moved = True
         with set_current_vllm_config(self.vllm_config):
             tensors = load_into_runner(self.model_runner, read_shards(trusted_folder(folder)))

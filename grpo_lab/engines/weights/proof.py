@@ -57,8 +57,8 @@ class SyncGap:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that differs. relative: ||engine - trainer|| / ||trainer||; largest: of its elements; infinite for
-    NaN."""
+    """A tensor that differs. ``relative``: ||engine - trainer|| / ||trainer||. ``largest``: the largest difference of
+    an element. Both are infinite for NaN."""
 
     name: str
     relative: float
@@ -205,7 +205,7 @@ def prove_sync(
     with torch.random.fork_rng(devices=here, device_type="cuda" if device.type == "cpu" else device.type):
         probe = draw_probe(llm, prompt_ids, lora_request=lora_request)
     own = forward_logprobs(model, probe.prompt_ids, probe.completion_ids)
-    found = differing_tensors(engine_model(llm), named_params())  # in any case: other ranks gather shards for it
+    found = differing_tensors(engine_model(llm), named_params())  # always: other ranks gather shards for it
     try:
         gap = sync_gap(probe.logprobs, own)
     except EngineFault as fault:

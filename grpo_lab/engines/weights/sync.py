@@ -67,10 +67,10 @@ def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     listed: set[str] = set()
     for name, module in model.named_modules():
         looked_up = hasattr(module, "org_vocab_size") and type(module).__name__ != "ParallelLMHead"
-        around = hasattr(module, "base_layer")  # what may put an adapter on a layer, which is listed itself
+        around = hasattr(module, "base_layer")  # a wrapper for adapters; the layer in it is listed itself
         if around or not is_packed(module) or module.weight.ndim > 2 or looked_up:
             continue
-        kept = module.weight.ndim == 2  # else it has been given up for the packed copy
+        kept = module.weight.ndim == 2  # else only the packed copy is left
         columns = int(module.weight.shape[1] if kept else module.input_size_per_partition)
         units = (one_hot(some, columns).to(dtype) for some in torch.arange(columns, device=device).split(_PROBE_ROWS))
         with torch.no_grad():
@@ -106,7 +106,7 @@ def fit(named_params: NamedTensors, engine: torch.dtype | None = None) -> NamedT
 def _unfit(tensor: torch.Tensor, engine: torch.dtype | None) -> str | None:
     if not tensor.is_floating_point():
         return f"is of {tensor.dtype}"
-    if not tensor.numel() or tensor.element_size() < 2:  # of a quantized model: torch compares no eight bits
+    if not tensor.numel() or tensor.element_size() < 2:  # quantized: torch cannot compare 8-bit numbers
         return None
     smallest, largest = torch.aminmax(tensor.detach())
     if bool(smallest <= largest):
