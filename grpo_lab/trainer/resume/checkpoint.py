@@ -1,16 +1,16 @@
-"""A checkpoint is there whole, under its name, or not at all: whoever reads the folder never meets half of one.
+"""Write checkpoints atomically: under its name a checkpoint is complete, or it is not there at all.
 
-transformers and TRL write file by file into ``checkpoint-N``. Here everything (theirs, ours, a critic, the shards of
-every rank) goes into ``_saving/checkpoint-N``; when all ranks are done the list of files is written, all of it brought
-to the disk, and the folder moved to its name: one rename. Then come the push to the hub and the pruning of old ones. On
-nodes that share no file system each node's first process moves what lies on its own disk.
+transformers and TRL write file by file into ``checkpoint-N``. Here everything (theirs, ours, a critic, every rank's
+shards) goes into ``_saving/checkpoint-N``. When all ranks are done, the list of files is written, all of it is flushed
+to the disk, and one rename gives the folder its name. Then come the push to the hub and the pruning of old checkpoints.
+On nodes without a common file system, each node's first process moves what is on its own disk.
 
-A rank that cannot write stops all of them with ``CheckpointNotWritten``; the half goes, earlier checkpoints are as they
-were. With FSDP or DeepSpeed, and where a best checkpoint is kept (``metric_for_best_model``), the others may be inside
-a collective of the saving itself: there the rank's error ends its process, and the launcher ends the rest.
+If a rank cannot write, all of them raise ``CheckpointNotWritten``; the partial checkpoint is removed, and earlier ones
+stay. With FSDP or DeepSpeed, and if a best checkpoint is kept (``metric_for_best_model``), the others may be inside a
+collective of the saving itself. There the rank's error ends its process, and the launcher ends the rest.
 
-HF pickles ``args`` with every save. A part given as an object that cannot be pickled (a lambda, a closure) stands in
-the file under its name (``picklable``); the script that resumes brings the part.
+HF pickles ``args`` with every save. A part given as an object that cannot be pickled (a lambda, a closure) is replaced
+by its name in the file (``picklable``); the script that resumes provides the part.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from grpo_lab.trainer.resume.whole import SAVING, all_in, keep, newest_whole, st
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
 from grpo_lab.trainer.trl_bridge.names import replaced
 
-#: does something on every rank; an error of one is an error of all
+#: runs a function on every rank; an error on one is raised on all
 Together = Callable[[Callable[[], None]], None]
 
 
 def picklable(args: Any) -> Any:
-    """``args``, or where a part of ours cannot be pickled a copy in which its name stands in for it."""
+    """Return ``args``, or a copy in which our parts that cannot be pickled are replaced by their names."""
     ours = {name: value for name in OUR_FIELDS if (value := getattr(args, name, None)) is not None}
     changed = {name: new for name, value in ours.items() if (new := _picklable(value)) is not value}
     if changed:
@@ -66,15 +66,15 @@ def _picklable(value: Any) -> Any:
 
 
 class CheckpointNotWritten(RuntimeError):
-    """A checkpoint could not be saved: where, why, and which one is the newest that can be gone on from."""
+    """Raised if a checkpoint could not be saved; says where, why, and which is the newest to resume from."""
 
 
 def save_final(trainer: GRPOTrainer, folder: Path, beside: Callable[[Path], Any]) -> None:
-    """The trained model into ``folder``: transformers writes it there file by file; then what ``beside`` writes.
+    """Save the trained model to ``folder``, file by file as transformers does; then call ``beside``, which writes more.
 
     Raises:
-        CheckpointNotWritten: of the rank that writes; the checkpoints are as they were.
-        NumbersError: it is not finite.
+        CheckpointNotWritten: if the writing rank cannot write; the checkpoints stay as they were.
+        NumbersError: if the model is not finite.
     """
     if not trainer.lab_settings.keeps_nan:
         refuse_bad_weights(trainer, TRAINED)
@@ -101,9 +101,9 @@ def save_whole(
     stock: Callable[[Any, Any], None],
     ours: Callable[[Path, Together], None],
 ) -> None:
-    """Write a checkpoint, ours and TRL's own (``stock(model, trial)``), whole or not at all. Called on every rank.
-    CheckpointNotWritten: on every rank where one of them could not write. NumbersError: on every rank where NaN or
-    infinities would be kept."""
+    """Write a checkpoint, our files (``ours``) and TRL's (``stock(model, trial)``), completely or not at all. Called on
+    every rank. Raise CheckpointNotWritten on every rank if one could not write, and NumbersError if NaN or infinities
+    would be saved."""
     state = trainer.state
     run = Path(trainer._get_output_dir(trial=trial))
     name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -113,9 +113,9 @@ def save_whole(
     pushes: list[str] = []
     together = functools.partial(_together, trainer, place)
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    # a rank cannot leave shards in the middle, nor the barrier before the best one is named
+    # no rank may leave while shards are saved, or before the barrier at which the best one is named
     collective = trainer.accelerator.num_processes > 1 and (sharded or state.best_global_step)
-    with replaced(trainer, "args", picklable(trainer.args)):  # they travel into training_args.bin
+    with replaced(trainer, "args", picklable(trainer.args)):  # args go into training_args.bin
         try:
             together(lambda: _empty(trainer, partial, main=True))
             together(lambda: _empty(trainer, partial, main=False))
@@ -141,8 +141,8 @@ def save_whole(
 
 
 def _refuse_not_finite(trainer: UpdatePort, partial: Path, place: Path, together: Callable[..., None]) -> None:
-    """Refuse a checkpoint that is not finite, before it has its name and before an earlier one goes: one process of a
-    node reads it back."""
+    """Raise NumbersError if a checkpoint is not finite, before it gets its name and an earlier one is removed. One
+    process of each node reads it back."""
     first = trainer.args.local_process_index == 0
     bad: list[str | None] = []
     together(lambda: bad.append(not_finite(partial) if first and not trainer.lab_settings.keeps_nan else None))
@@ -158,7 +158,7 @@ def _refuse_not_finite(trainer: UpdatePort, partial: Path, place: Path, together
 
 
 def _prune(trainer: UpdatePort, run: Path) -> None:
-    """Old checkpoints go once the new one is whole; each leaves its name in one move: half of one could look whole."""
+    """Remove old checkpoints once the new one is whole. Each is renamed first, since half of one could look whole."""
     best = trainer.state.best_model_checkpoint
     step = trainer.state.global_step
     for going in surplus(run, trainer.args.save_total_limit, best, step):
@@ -169,11 +169,11 @@ def _prune(trainer: UpdatePort, run: Path) -> None:
 
 
 def surplus(run: Path, limit: int | None, best: str | None, step: int) -> list[Path]:
-    """The checkpoints that transformers' ``rotate_checkpoints`` would remove: the oldest beyond ``limit``, never the
-    newest or the best.
+    """Return the checkpoints that transformers' ``rotate_checkpoints`` would remove: the oldest beyond ``limit``, never
+    the newest or the best.
 
-    It asks the clock, which may have been set back meanwhile. Here those beyond ``step``, the newest one's, are of an
-    earlier training, and the oldest; the others are as old as their steps say.
+    It orders them by the clock, which may have been set back meanwhile. Here those beyond ``step``, the newest one's,
+    are of an earlier training and count as the oldest; the others are ordered by their steps.
     """
     if not limit or limit < 0:
         return []
@@ -184,13 +184,13 @@ def surplus(run: Path, limit: int | None, best: str | None, step: int) -> list[P
 
 
 def _together(trainer: UpdatePort, place: Path, act: Callable[[], None], alone: bool = False) -> None:
-    """``act`` on every rank; an error of one is an error of all (``alone``: at once, of this rank)."""
+    """Run ``act`` on every rank; an error on one is raised on all. ``alone``: a rank raises its own error at once."""
     fault: Exception | None = None
     try:
         act()
     except Exception as error:  # OSError, safetensors' and torch's own, a team's: all mean that there is no checkpoint
         if is_of_lost_rank(error):
-            raise  # nobody is left to be told
+            raise  # no other rank is left to hear of it
         fault = error
     own = None
     if fault is not None:
@@ -204,7 +204,7 @@ def _together(trainer: UpdatePort, place: Path, act: Callable[[], None], alone: 
     if not alone:
         if trainer.args.local_process_index == 0:
             shutil.rmtree(place.parent / SAVING, ignore_errors=True)
-        trainer.accelerator.wait_for_everyone()  # whoever has the error finds nothing half written
+        trainer.accelerator.wait_for_everyone()  # the error comes after all half-written files are gone
     raise CheckpointNotWritten(
         f"the checkpoint {place} could not be written{_room(place.parent)}: {problem}. Nothing of it is left under "
         f"that name, earlier checkpoints are as they were; {_newest(place.parent)}. Mend that (room on the disk, the "
@@ -227,8 +227,8 @@ def _room(folder: Path) -> str:
 
 
 def _writes(trainer: UpdatePort, main: bool) -> bool:
-    """Return whether this is the ``main`` process; else: the first one of another node, which may have a disk of its
-    own."""
+    """Return whether this is the main process (``main``), or else the first one of another node, which may have its own
+    disk."""
     return trainer.args.local_process_index == 0 and bool(trainer.accelerator.is_main_process) is main
 
 
@@ -242,23 +242,22 @@ def _empty(trainer: UpdatePort, partial: Path, main: bool) -> None:
 
 
 def _must_be_there(folder: Path) -> None:
-    """A folder that is made anew would hold the end of a run without its beginning."""
+    """Raise FileNotFoundError if ``folder`` is gone: a new one would hold only the end of a run."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is gone: it was removed while the run wrote into it")
 
 
 def _best_of_before(state: Any, run: Path) -> None:
-    """Name an earlier checkpoint the best, as transformers does where it writes: an evaluation after it may have found
-    it so."""
+    """Name an earlier checkpoint the best, as transformers does: an evaluation after it may have found it so."""
     place = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     if state.best_global_step and state.best_global_step != state.global_step and place.exists():
         state.best_model_checkpoint = str(place)
 
 
 def _settle(trainer: UpdatePort, partial: Path, place: Path, main: bool) -> None:
-    """The folder is moved to its name; then, of a node with a disk of its own, the files that were written there."""
+    """Give the folder its name (``main``), or move the files that another node wrote to its own disk."""
     if _writes(trainer, main):
-        if main and trainer.state.best_global_step == trainer.state.global_step:  # written with the folder it was in
+        if main and trainer.state.best_global_step == trainer.state.global_step:  # it names the old folder
             trainer.state.save_to_json(str(partial / "trainer_state.json"))
-        with contextlib.nullcontext() if main else contextlib.suppress(FileNotFoundError):  # one file system after all
+        with contextlib.nullcontext() if main else contextlib.suppress(FileNotFoundError):  # common disk: it is moved
             keep(partial, place, trainer.args.save_checksums, finite=not trainer.lab_settings.keeps_nan)

@@ -1,14 +1,14 @@
-"""Resume in the middle of a generation batch, bit for bit: what TRL keeps in memory between optimizer steps, in the
-checkpoint.
+"""Resume in the middle of a generation batch, bit for bit: a checkpoint holds what TRL keeps only in memory between
+optimizer steps.
 
-A generation batch serves ``steps_per_generation · num_iterations`` micro-batches, of which a step takes
-``gradient_accumulation_steps``, so a checkpoint can fall inside of it. TRL 1.16 saves neither the completions that are
-still to be trained on (``_buffered_inputs``) nor how many micro-batches were (``_step``): a resumed run generates the
-prompts again with a newer policy, trains on all of them, and every later generation is shifted.
+A generation batch serves ``steps_per_generation · num_iterations`` micro-batches, and a step takes
+``gradient_accumulation_steps`` of them, so a checkpoint can fall inside a batch. TRL 1.16 saves neither the completions
+that are still to be trained on (``_buffered_inputs``) nor how many micro-batches were (``_step``). A resumed run then
+generates the prompts again with a newer policy and trains on all of them, and every later generation is shifted.
 
-Here a checkpoint's record (``state.py``) gets an entry: ``_step``, the settings that fix the phase, metrics and loss
-since the last log. Inside a batch each rank writes its micro-batches beside it
-(``grpo_lab_generation_<rank>.safetensors``): one flat table of tensors and a description in JSON (``flattened``).
+Here a checkpoint's record (``state.py``) gets an entry: ``_step``, the settings that fix the phase, and metrics and
+loss since the last log. Inside a batch each rank also writes its micro-batches to
+``grpo_lab_generation_<rank>.safetensors``: one flat table of tensors and a description in JSON (``flattened``).
 
     the entry fits the run       goes on where the checkpoint was written: same weights, losses and metrics
     no entry                     (stock TRL, an early version) one warning if it is inside a batch; then as TRL does
@@ -38,15 +38,15 @@ from grpo_lab.io import write_whole
 from grpo_lab.trainer.resume.state import STATE, SavedState, plain_metrics
 from grpo_lab.trainer.trl_bridge import send_weights_again
 
-#: What a rank finds in a checkpoint; the worst of all ranks holds.
+#: What a rank may find in a checkpoint, from best to worst; the worst of all ranks counts.
 VERDICTS = ("fits", "absent", "changed", "broken")
 
 
 def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """``value`` → (description for ``json.dumps``, tensors on the CPU by key). A tensor that stands in several places
-    (``num_items_in_batch``) is stored once and is one object again afterwards: the exact update asks by ``is`` whether
-    micro-batches come from one generation batch. ValueError: something in it is neither a plain tensor, None, bool,
-    number, string, list, tuple nor a dict with string keys; the message says where it stands and what it is."""
+    """Return (description for ``json.dumps``, tensors on the CPU by key) of ``value``. A tensor that occurs several
+    times (``num_items_in_batch``) is stored once and is one object again after ``rebuilt``: the exact update asks by
+    ``is`` whether micro-batches come from one generation batch. Raise ValueError if something in it is neither a plain
+    tensor, None, bool, number, string, list, tuple nor a dict with string keys; the message says what and where."""
     tensors: dict[str, Tensor] = {}
     keys: dict[int, str] = {}
 
@@ -68,8 +68,8 @@ def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def rebuilt(description: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """The inverse of ``flattened``; tensors that were not on the CPU come to ``device``. ValueError: the description is
-    not one of ours. KeyError: a tensor that it names is missing."""
+    """Invert ``flattened``; tensors that were not on the CPU are moved to ``device``. Raise ValueError if the
+    description is not one of ours, and KeyError if a tensor that it names is missing."""
 
     @functools.cache
     def tensor(key: str, on: str) -> Tensor:
@@ -99,7 +99,7 @@ def rows_file(rank: int) -> str:
 
 
 class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
-    """A callback because HF clears its running loss when a training begins."""
+    """Saves and restores the open generation batch; a callback, since HF clears its loss when training begins."""
 
     holds = (
         "how far the generation batch is, metrics and loss since the last log; inside a batch the micro-batches of "
@@ -110,7 +110,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         self.trainer: Any = trainer  # TRL's annotations say that the buffer is None
         self._done = 0  # micro-batches up to the last whole optimizer step
         self._loss: tuple[float, int] | None = None
-        self._begun: Any = None  # HF's state object of the training that memory was cleared for
+        self._begun: Any = None  # HF's state object of the training for which memory was cleared
         self._ended = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -131,8 +131,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         self._ended = True
 
     def _begin(self, resumed: bool) -> None:
-        """A training begins with nothing of an earlier one of this trainer, but TRL's exception: with ``objective``
-        unset one that follows one that came to its end goes on with the generation batch that was open."""
+        """Clear what an earlier training of this trainer left in memory. One exception is TRL's: with ``objective``
+        unset, a training that follows a finished one continues the generation batch that was open."""
         trainer = self.trainer
         self._begun = trainer.state
         self._loss = None
@@ -148,8 +148,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             send_weights_again(trainer)  # the engine may hold weights of another step of that number
 
     def save(self, folder: Path) -> dict[str, Any] | None:
-        """Write this rank's rows into a checkpoint, and return the record's entry; on every rank. A failure to write is
-        reported."""
+        """Write this rank's rows into a checkpoint, and return the record's entry. Every rank calls this. A failure to
+        write is only reported."""
         trainer = self.trainer
         if trainer.args.save_only_model or not trainer.is_in_train:
             return None
@@ -179,8 +179,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         }
 
     def _save_rows(self, place: Path) -> str | None:
-        """Write this rank's micro-batches, where the checkpoint is inside a generation batch; return why that failed,
-        or None."""
+        """Write this rank's micro-batches if the checkpoint is inside a generation batch; return why that failed."""
         trainer = self.trainer
         every = self.trainer.phase.every
         file = place / rows_file(trainer.accelerator.process_index)
@@ -198,7 +197,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         return None
 
     def _settings(self) -> dict[str, Any]:
-        """Settings that fix which rows a micro-batch holds, and which tensors."""
+        """Return the settings that fix which rows and which tensors a micro-batch holds."""
         trainer = self.trainer
         args = self.trainer.args
         of_args = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
@@ -213,7 +212,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         }
 
     def _completions(self) -> dict[str, Any] | None:
-        """Rows that the next table of ``log_completions`` shows; None without it, and where they are more than text."""
+        """Return the rows for the next table of ``log_completions``; None without it, or if they are more than text."""
         logs = self.trainer._logs
         if not self.trainer.log_completions:
             return None
@@ -225,8 +224,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             return None
 
     def load(self, saved: SavedState | None) -> None:
-        """Go on where the checkpoint was written, or say why not; called on every rank, which all do the same.
-        ValueError: the entry is damaged, or the rows of a rank are damaged or missing."""
+        """Restore the state of the checkpoint, or say why not. Every rank calls this, and all do the same. Raise
+        ValueError if the entry is damaged, or the rows of a rank are damaged or missing."""
         if saved is None:
             return
         self._begin(resumed=True)
@@ -247,7 +246,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             self.trainer.recorder.say(f"`resume_from_checkpoint`: {why}", level=logging.WARNING)
 
     def _found(self, saved: SavedState) -> tuple[str, str, list[dict[str, Any]] | None]:
-        """Verdict, what is said, and this rank's micro-batches, where there are any to train on."""
+        """Return a verdict (``VERDICTS``), its reason, and this rank's micro-batches, if any are left to train on."""
         entry = saved.entries.get("generation")
         if entry is None:
             missing = f"does not hold it (no {STATE}: stock TRL, or an early version)"
@@ -275,8 +274,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         return rows
 
     def _shift(self, checkpoint: Path, why: str, inside: bool = False) -> str:
-        """Say what follows where nothing can be loaded; "" where the checkpoint is at a batch's end and nothing is
-        lost."""
+        """Return what follows if nothing can be loaded; "" at the end of a batch, where nothing is lost."""
         of_step = self.trainer.args.gradient_accumulation_steps
         every = self.trainer.phase.every
         past = self.trainer.state.global_step * of_step % every

@@ -1,17 +1,16 @@
-"""Resuming: a training goes on from the newest checkpoint that is whole and finite on every node, or the one asked for;
+"""Resume a training from the newest checkpoint that is whole and finite on every node, or from a given one. It goes on
 in the order of its epoch, with the checkpoint's random numbers, and not beyond its last step.
 
-TRL 1.16 shuffles by a generator of the sampler's own, one permutation an epoch after the other, and a resumed run
-begins with the first of them: from a checkpoint in the second epoch on it sees rows again that this epoch has had, and
-others not at all. Here as many are drawn as epochs are over.
+TRL 1.16 shuffles by a generator of the sampler's own, one permutation per epoch. A resumed run begins with the first
+permutation. So from the second epoch on it repeats rows of this epoch and never sees others. Here as many permutations
+are drawn as epochs are over.
 
-transformers 5.17 makes one step more where a checkpoint has all steps already (its data loader begins before it
-counts). Here nothing is trained then: a finished run that is resumed stays where it is, to the bit. Callbacks hear of a
-beginning and an end, and ``train_loss`` is that of the log.
+transformers 5.17 makes one step more if a checkpoint already has all steps (its data loader begins before it counts).
+Here nothing is trained then: a finished run that is resumed stays the same, to the bit. Callbacks get a beginning and
+an end, and ``train_loss`` is that of the log.
 
-transformers saves some models (LLaVA and other vision models) under the names of their first release; ``Trainer`` reads
-by the model's own names, finds none, warns, and would go on from the weights that the run began with
-(``load_other_names``).
+transformers saves some models (LLaVA and other vision models) under the names of their first release. ``Trainer`` reads
+by the model's own names, finds none, warns, and would go on from the run's start weights (``load_other_names``).
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from grpo_lab.trainer.trl_bridge import is_critics
 
 
 class VerifiedCheckpoint(str):
-    """The path of a checkpoint that was read against its checksums a moment ago, and need not be again."""
+    """The path of a checkpoint that was just verified by its checksums, and need not be again."""
 
 
 def chosen(trainer: UpdatePort, given: Any) -> Any:
-    """Choose the checkpoint that ``resume_from_checkpoint`` means: ``True`` is the newest *whole* one. ValueError:
-    there are checkpoints, and none is whole; or the one of this path is not what was written."""
+    """Return the checkpoint that ``resume_from_checkpoint`` means; ``True`` is the newest *whole* one. Raise ValueError
+    if there are checkpoints but none is whole, or if the given one is damaged."""
     reads = trainer.args.local_process_index == 0
     if given is True:
         newest, passed = newest_read(Path(trainer.args.output_dir), reads)
@@ -62,7 +61,7 @@ def chosen(trainer: UpdatePort, given: Any) -> Any:
 
 
 def _say_what_starts_anew(trainer: UpdatePort, checkpoint: Path) -> None:
-    """transformers takes a checkpoint without optimizer, schedule or random numbers, and says nothing."""
+    """Warn if a checkpoint lacks optimizer, schedule or random numbers; transformers does not."""
     rank = ""
     if trainer.accelerator.num_processes != 1:
         rank = f"_{trainer.accelerator.process_index}"
@@ -77,8 +76,8 @@ def _say_what_starts_anew(trainer: UpdatePort, checkpoint: Path) -> None:
 
 
 def newest_read(folder: Path, reads: bool, content: bool = True) -> tuple[Path | None, list[str]]:
-    """``newest_whole``, by its ``content``, too: one process of a node ``reads``, and the oldest answer holds on every
-    rank."""
+    """Return ``newest_whole``, read by its ``content``, too, the same on every rank. One process of each node
+    ``reads``; the oldest answer counts."""
     own = None
     if reads:
         own = newest_whole(folder, read=content)
@@ -100,8 +99,7 @@ def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
 
 
 class EpochOrderMixin:
-    """Gives a resumed training the order of its epoch; stands before a trainer of TRL's that samples by
-    `RepeatSampler`."""
+    """Restores the order of the epoch in a resumed training. For a trainer of TRL's with a `RepeatSampler`."""
 
     _order: Any = None
 
@@ -111,7 +109,7 @@ class EpochOrderMixin:
 
     def _init_training_state(self: Any, max_steps: int, *more: Any) -> tuple[int, int]:
         epochs, batches = super()._init_training_state(max_steps, *more)  # type: ignore[misc]
-        ordered = isinstance(self._order, RepeatSampler) and self._order.shuffle  # ours save where they are
+        ordered = isinstance(self._order, RepeatSampler) and self._order.shuffle  # our samplers save where they are
         if ordered and not self.args.ignore_data_skip:
             for _ in range(epochs):
                 torch.randperm(self._order.num_samples, generator=self._order.generator)
@@ -119,7 +117,7 @@ class EpochOrderMixin:
 
 
 class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
-    """``GRPOTrainer`` whose resumed training has all tensors of its checkpoint, and ends where it had ended."""
+    """A ``GRPOTrainer`` that on a resume loads all tensors of the checkpoint, and stops where the run had ended."""
 
     _at_its_end: str | None = None
 
@@ -171,8 +169,8 @@ class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
 
 
 def load_other_names(trainer: UpdatePort, checkpoint: str) -> None:
-    """Load a model's own tensors by ``from_pretrained`` where ``Trainer`` has passed any of them over; nothing where it
-    has them all. ValueError: the checkpoint has not all of them, under any name."""
+    """Load a model's own tensors by ``from_pretrained`` if ``Trainer`` has skipped any; else do nothing. Raise
+    ValueError if the checkpoint lacks some of them under any name."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return  # adapters; formats of their own
@@ -194,7 +192,7 @@ def load_other_names(trainer: UpdatePort, checkpoint: str) -> None:
 
 
 def refuse_lacking(missing: Collection[str], unexpected: Collection[str], of: int) -> None:
-    """A tensor that a checkpoint lacks, and has not under another name, would stay as the start model has it."""
+    """Raise ValueError if a checkpoint lacks tensors under any name: they would stay as in the start model."""
     if len(missing) > len(unexpected):
         raise ValueError(
             f"`resume_from_checkpoint`: the checkpoint lacks {len(missing)} of {of} tensors of the model "
@@ -209,7 +207,7 @@ def _names_in(file: Path) -> set[str]:
 
 
 def mismatch(error: RuntimeError) -> str:
-    """torch's list of tensors that do not fit, in a line."""
+    """Return torch's list of tensors that do not fit, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
     if lines:
         return f"{lines[0]}{f' And {len(lines) - 1} more' if lines[1:] else ''}"

@@ -1,8 +1,8 @@
-"""The state of a training beside a checkpoint: one record, ``grpo_lab_state.json``, with a version and an entry for
-each part that goes on after a resume (``Stateful``; docs/resume.md lists them all).
+"""The state of a training beside a checkpoint's weights: one record, ``grpo_lab_state.json``, with a version and an
+entry for each part that goes on after a resume (``Stateful``; docs/resume.md lists them all).
 
-What is JSON is here, tensors are safetensors files beside it, nothing is pickled. A supervised training has one entry,
-``training``: its losses, metrics and tokens up to now.
+The record is JSON, tensors are safetensors files beside it, and nothing is pickled. A supervised training has one
+entry, ``training``: its losses, metrics and tokens so far.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grpo_lab.reading import read_record
 STATE = "grpo_lab_state.json"
 VERSION = 1
 REFERENCE = "grpo_lab_reference"
-#: bytes after which a new file of the reference is begun; what the writing rank holds in memory beside the model
+#: bytes after which the reference goes on in a new file; the writing rank holds as many beside the model
 PIECE = 2 << 30
 
 T = TypeVar("T")
@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SavedState:
-    """Entries of a checkpoint about our parts."""
+    """The entries of our parts in a checkpoint."""
 
     checkpoint: Path
     entries: Mapping[str, Any]
 
     def entry(self, name: str, read: Callable[[Any], T], without: str) -> T | None:
-        """Read an entry by ``read``; None where there is none. ``without``: what follows where somebody takes the entry
-        out. ValueError: it is damaged, or does not fit this run."""
+        """Return ``read`` of an entry, or None if there is none. ``without``, for the error: what follows if the entry
+        is removed. Raise ValueError if it is damaged or does not fit this run."""
         if name not in self.entries:
             return None
         try:
@@ -59,23 +59,23 @@ class SavedState:
 
     @property
     def without_moments(self) -> set[str]:
-        """Weights that had no moments when the checkpoint was written (``trl_bridge.gradients``)."""
+        """Names of weights that had no moments when the checkpoint was written (``trl_bridge.gradients``)."""
         names = self.entry("without_moments", lambda entry: set(entry["without_moments"]), "torch may then refuse it")
         return names or set()
 
 
 class Stateful(Protocol):
-    """A part of a training that goes on after a resume."""
+    """A part of a training whose state is saved and restored."""
 
     holds: str
     """What its entry holds, for docs/resume.md."""
 
     def save(self, folder: Path, /) -> Any | None:
-        """Write files of its own into a checkpoint, and return the record's entry; None: there is nothing to go on
-        with. Called on every rank."""
+        """Write files of its own into a checkpoint, and return the record's entry, or None if there is nothing to save.
+        Called on every rank."""
 
     def load(self, saved: SavedState | None, /) -> None:
-        """Go on with what ``save`` wrote; None: the training begins without a checkpoint. Called on every rank."""
+        """Restore what ``save`` wrote; None: the training begins without a checkpoint. Called on every rank."""
 
 
 class GeneratedTokens:
@@ -96,14 +96,14 @@ class GeneratedTokens:
 
 
 def write_state(folder: str | os.PathLike[str], entries: Mapping[str, Any]) -> None:
-    """The record of a checkpoint; called where the checkpoint is written (``should_save``)."""
+    """Write the record of a checkpoint; called where the checkpoint is written (``should_save``)."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_whole_text(Path(folder) / STATE, json.dumps({"version": VERSION, "entries": dict(entries)}))
 
 
 def read_state(checkpoint: str | os.PathLike[str]) -> SavedState:
-    """Read the entries of a checkpoint; there are none in one of stock TRL.
-    ValueError: it is damaged, or of a later release."""
+    """Return the entries of a checkpoint; stock TRL's has none. Raise ValueError if it is damaged or of another
+    version."""
     place = Path(checkpoint)
     if not (place / STATE).is_file():
         return SavedState(place, {})
@@ -114,7 +114,7 @@ def read_state(checkpoint: str | os.PathLike[str]) -> SavedState:
 
 
 def load_state(checkpoint: str | os.PathLike[str]) -> SavedState:
-    """``read_state`` where a training goes on: called on every rank, and an error of one is an error of all."""
+    """Return ``read_state`` for a resume. Called on every rank; an error on one is raised on all."""
     problem: str | None = None
     try:
         found = read_state(checkpoint)
@@ -134,16 +134,16 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def plain_metrics(pending: Mapping[str, Iterable[Any]]) -> dict[str, list[float]]:
-    """Metrics up to the next log as JSON has them; TRL's keep their type, a team's may be scalar tensors."""
+    """Return the metrics since the last log as JSON numbers; TRL's keep their type, a team's may be scalar tensors."""
     return {name: [one if type(one) in (int, float) else float(one) for one in seen] for name, seen in pending.items()}
 
 
 def save_reference(
     checkpoint: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None, writes: bool
 ) -> dict[str, Any]:
-    """Write the reference into a checkpoint folder; called on every rank, since putting shards together takes all of
-    them, and one ``writes``. Returns the record's entry. ``tensors``: by name; ``None``: it has not moved, which is an
-    answer, too."""
+    """Write the reference model into a checkpoint folder and return the record's entry. Called on every rank, since
+    gathering shards takes all of them; one ``writes``. ``tensors``: by name; ``None``: the reference has not moved,
+    which is recorded, too."""
     place = Path(checkpoint) / REFERENCE
     pieces = 0
     for piece in _pieces(tensors or {}, writes):
@@ -155,10 +155,10 @@ def save_reference(
 
 
 def load_reference(saved: SavedState, tensors: Callable[[], Mapping[str, Tensor] | None]) -> bool | None:
-    """Put the saved weights into this run's reference, whole or sharded, to the bit; ``tensors``: its weights by name,
-    asked for where there is something to load, ``None``: the run has no reference. Returns whether it had moved when
-    the checkpoint was written (then it is loaded), ``None``: the checkpoint is silent. ValueError: a file is damaged or
-    missing, or of another model."""
+    """Copy the saved weights into this run's reference, whole or sharded, to the bit. ``tensors`` returns its weights
+    by name, ``None`` if the run has no reference; it is called if there is something to load. Return whether the
+    reference had moved when it was saved (only then is it loaded); ``None``: the checkpoint does not say. Raise
+    ValueError if a file is damaged, missing or of another model."""
 
     def read(entry: Any) -> bool:
         place = saved.checkpoint / REFERENCE

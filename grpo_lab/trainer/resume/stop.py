@@ -1,4 +1,4 @@
-"""Asked to stop: by whom, agreed over the ranks once an optimizer step, and a checkpoint of the step under way.
+"""Stop a training on request: ranks agree once per optimizer step, and a checkpoint of the current step is written.
 
     who asks           when it is heard                                  how ``train()`` ends after the checkpoint
     SIGTERM            ``save_strategy`` is not ``no``, or               it ends by the signal, as it would have
@@ -6,20 +6,21 @@
     SIGINT (Ctrl-C)    likewise                                          ``KeyboardInterrupt`` that names the checkpoint
     a stop file        always: ``stop_file``, else ``STOP`` in           it returns; the file is removed
                        ``output_dir``
-    ``max_hours``      where it is set: hours of this process, from its  it returns
+    ``max_hours``      if it is set: hours of this process, from its     it returns
                        start
 
-The request is answered at the end of the optimizer step, after its log line, where a resume is exact to the bit; in an
-evaluation or while a checkpoint is written, at its end. With several ranks one that was asked is enough. A second
-Ctrl-C ends at once, without a checkpoint; so does, in a run of one process, a signal while the trainer waits for a
-server, with a checkpoint of the last step. A stop file that is older than the process is of an earlier run: a training
-that begins at its first step removes it. HF's own answer to SIGTERM (transformers 5.17) comes inside whichever of its
-events is next, where a resume has other completions or the step is not logged: ours takes its place.
+The request is answered at the end of the optimizer step, after its log line, where a resume is exact to the bit. During
+an evaluation, or while a checkpoint is written, it is answered at the end of that. With several ranks, a request to one
+is enough. A second Ctrl-C ends the run at once, without a checkpoint. In a run of one process, a signal during a wait
+for a server also ends it at once, with a checkpoint of the last step. A stop file that is older than the process is of
+an earlier run: a training that begins at its first step removes it. HF's own answer to SIGTERM (transformers 5.17)
+comes inside whichever of its events is next, where a resume has other completions or the step is not logged. Ours
+replaces it.
 
 An evaluation that is due at that step would have come before the checkpoint and drawn from training's random numbers.
-The checkpoint comes first and says that one is due; the resumed run makes it as soon as it has the checkpoint's random
-numbers. The same of ``eval_strategy: epoch`` with ``save_strategy: steps``, whose checkpoint of the last step is
-written before the evaluation.
+Here the checkpoint comes first and records that one is due. The resumed run makes it as soon as it has the checkpoint's
+random numbers. The same holds for ``eval_strategy: epoch`` with ``save_strategy: steps``, whose checkpoint of the last
+step is written before the evaluation.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ logger = logging.getLogger("grpo_lab")
 STOP_FILE = "stop file"
 MAX_HOURS = "max_hours"
 CTRL_C = "SIGINT"
-#: of two that ask at once the later one here is named
+#: if two ask at once, the later one in this list is named
 REASONS = ("", STOP_FILE, MAX_HOURS, CTRL_C, "SIGUSR1", "SIGTERM")
 
 
 class DueEvaluation(TrainerCallback):  # type: ignore[misc]
-    """Callback that makes up an evaluation that was due; one for a trainer, before all other callbacks. Limit: where
-    the evaluation itself ends the training (early stopping) one more step is made."""
+    """Callback that makes up an evaluation that was due at a stop; one per trainer, before all other callbacks. Limit:
+    if the evaluation itself ends the training (early stopping), one more step is made."""
 
     holds = "that the resumed run evaluates first, where an evaluation was left out for a stop or is still ahead"
 
@@ -67,13 +68,14 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         self._made_at = -1  # the last step after which there was an evaluation
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._made_at = -1 if self._loaded else state.global_step  # of a checkpoint that says of none
+        self._made_at = -1 if self._loaded else state.global_step  # without an entry, none is due
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._made_at = state.global_step
 
     def epochs_is_ahead(self) -> bool:
-        """``eval_strategy: epoch`` at the end of an epoch, which the run's last step ends, too; not made yet."""
+        """Return whether the evaluation of ``eval_strategy: epoch`` is due (an epoch or the run ends) and not made
+        yet."""
         args = self.trainer.args
         state = self.trainer.state
         over = state.epoch is not None and (state.epoch == int(state.epoch) or state.global_step >= state.max_steps)
@@ -81,19 +83,19 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         return by_epoch and over and args.eval_delay <= state.epoch and self._made_at != state.global_step
 
     def save(self, _folder: Path) -> dict[str, int] | None:
-        """Checkpoint entry: an evaluation is due; None where none is."""
+        """Return the checkpoint entry if an evaluation is due, else None."""
         if self.left_out or self.epochs_is_ahead():
             return {"step": self.trainer.state.global_step}
         return None
 
     def load(self, saved: SavedState | None) -> None:
-        """Read whether ``save`` said that one is due; the same on every rank, which all come here."""
+        """Read whether the checkpoint says that an evaluation is due. Every rank calls this and gets the same."""
         here = saved is not None and "evaluation_due" in saved.entries
         self.left_out = False
         self._loaded = any(gather_object([here]))
 
     def make_up(self) -> None:
-        """Evaluate where the checkpoint says that it is due; its random numbers have just been loaded."""
+        """Evaluate if the checkpoint says that it is due; its random numbers have just been loaded."""
         loaded = self._loaded
         self._loaded = False
         trainer = self.trainer
@@ -102,7 +104,7 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         if not loaded or trainer.eval_dataset is None or args.eval_strategy == "no":
             return
         if args.eval_strategy == "epoch" and state.epoch != int(state.epoch) and state.global_step < state.max_steps:
-            return  # the last step of a run that is longer now
+            return  # it was the run's last step, and the run is longer now
         trainer.recorder.say(f"the evaluation that was due after step {state.global_step} is made up")
         best = trainer._determine_best_metric(metrics=trainer._evaluate(None, None), trial=None)
         place = _checkpoint(args, state)
@@ -111,13 +113,13 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
 
 
 class StopOnRequest(TrainerCallback):  # type: ignore[misc]
-    """Callback that ends a training on request; one for a trainer.
+    """Callback that ends a training on request; one per trainer.
 
     Attributes:
         reason: why the training stopped, one of ``REASONS``, the same on every rank; ``None`` while nobody asked.
-        returns: after a signal but Ctrl-C ``train()`` returns; else the signal is passed on.
-        signals: which of them, beside Ctrl-C.
-        broke_off_a_wait: the signal that ended a wait for a server.
+        returns: whether ``train()`` returns after a signal other than Ctrl-C; else the signal is raised again.
+        signals: the signals that stop the training, beside Ctrl-C.
+        broke_off_a_wait: the signal that ended a wait for a server, or None.
     """
 
     def __init__(self, trainer: GRPOTrainer, due: DueEvaluation) -> None:
@@ -137,17 +139,17 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
     def _forget(self) -> None:
         self.reason: str | None = None
         self.broke_off_a_wait: str | None = None
-        self._asked: str | None = None  # this process
+        self._asked: str | None = None  # the signal that this process got
         self._saved: int | None = None  # step of the newest checkpoint of this training
 
     def _heard(self, number: int, frame: Any) -> None:
-        """The handler: a note, and the step goes on."""
+        """Handle a signal: note the request, and let the step finish."""
         name = signal.Signals(number).name
         # while the trainer waits for a server, there may be no end of the step to wait for
         breaks_off = self._waiting and self.trainer.accelerator.num_processes == 1
         if not self.trainer.is_in_train:
             self.put_back()
-            signal.raise_signal(number)  # to whoever would have had it
+            signal.raise_signal(number)  # for the earlier handler
         elif self._asked is None and not breaks_off:
             self._asked = name
             again = ""
@@ -164,7 +166,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
-        """Context around a wait for a server, also inside another one."""
+        """Return a context around a wait for a server; it can be nested."""
         before = self._waiting
         self._waiting = True
         try:
@@ -173,7 +175,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             self._waiting = before
 
     def _is_asked(self, args: Any) -> bool:
-        """Return whether any process was asked; the same answer on all of them, which all come here."""
+        """Return whether any process was asked to stop, the same answer on all. A collective."""
         if self.reason is None and self.trainer.is_in_train:
             asked = self._asked or ""
             accelerator = self.trainer.accelerator
@@ -238,7 +240,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             logger.warning("%s: %s", self.reason, said)
 
     def _leave_out_the_epochs(self, args: Any, state: Any) -> None:
-        """``eval_strategy: epoch`` would have one when the step is over; a checkpoint that is there already says so."""
+        """Record a due evaluation of ``eval_strategy: epoch``, also in a checkpoint that this step has already."""
         if self._due.epochs_is_ahead():
             self._due.left_out = True
             if self._saved == state.global_step and args.should_save:
@@ -246,21 +248,21 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
                 write_state(place, {**read_state(place).entries, "evaluation_due": self._due.save(place)})
 
     def put_back(self) -> None:
-        """The handlers as they were."""
+        """Restore the earlier signal handlers."""
         if threading.current_thread() is threading.main_thread():
             put_back(self._before)
             self._before = {}
 
     @property
     def late(self) -> str | None:
-        """Name of the request that came after the last moment at which it could be answered."""
+        """Name of a request that came too late to be answered, or None."""
         if self.reason is None:
             return self._asked
         return None
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Context around ``train()``: the handlers come back, and then the signal goes to whoever would have had it."""
+        """Return a context around ``train()``: after it, the earlier handlers return and get the signal."""
         try:
             yield
         finally:
@@ -277,7 +279,7 @@ def _checkpoint(args: Any, state: Any) -> str:
 
 
 def stop_file(args: Any) -> Path:
-    """The file whose presence asks a run to stop: ``stop_file``, else ``STOP`` in ``output_dir``."""
+    """Return the file whose presence asks a run to stop: ``stop_file``, else ``STOP`` in ``output_dir``."""
     given = getattr(args, "stop_file", None)
     if given is None:
         return Path(args.output_dir) / "STOP"
@@ -285,7 +287,7 @@ def stop_file(args: Any) -> Path:
 
 
 def remove(file: Path) -> None:
-    """Take a stop file away that was answered; where that cannot be, it is said."""
+    """Remove a stop file that was answered; warn if that fails."""
     try:
         file.unlink(missing_ok=True)
     except OSError as error:
@@ -293,7 +295,7 @@ def remove(file: Path) -> None:
 
 
 def started(pid: int | None = None) -> float:
-    """Return when a process (this one) was started, to a hundredth of a second; seconds since 1970. The kernel counts
+    """Return when a process (by default this one) was started, in seconds since 1970, to a hundredth. The kernel counts
     ticks since the machine's start; psutil adds them to that moment in whole seconds."""
     try:
         ticks = int(Path(f"/proc/{pid or os.getpid()}/stat").read_text().rpartition(")")[2].split()[19])
@@ -303,23 +305,21 @@ def started(pid: int | None = None) -> float:
     return time.time() - since_start + ticks / os.sysconf("SC_CLK_TCK")
 
 
-_STARTED = started()  # by the clock as it was then
+_STARTED = started()  # by the clock at the start of this process
 
 
 def is_of_an_earlier_run(file: Path) -> bool:
-    """Return whether it is older than this process, by the clock as it is and as it was: setting it takes no request
-    back."""
+    """Return whether ``file`` is older than this process, by the clock now and at its start, which may differ."""
     return file.stat().st_mtime < min(started(), _STARTED)
 
 
 def hours_of_this_process() -> float:
-    """Return the hours since the process was started: loading and waiting count, what an earlier process of the run
-    took does not."""
+    """Return the hours since this process was started. Loading and waiting count, earlier processes do not."""
     return (time.time() - started()) / 3600
 
 
 def kept(folder: str, step: int) -> str:
-    """Say at the end of an interrupted run what was kept, and how it goes on."""
+    """Return the sentence that ends an interrupted run: what was saved, and how to continue."""
     return (
         f"interrupted after step {step}; a checkpoint was written to {folder}. Go on: `grpo-lab train … --resume`, or "
         f"trainer.train(resume_from_checkpoint={folder!r})"

@@ -1,10 +1,10 @@
-"""Whole checkpoints: which of a run's are whole and finite. One rule for ``--resume``, for
-``resume_from_checkpoint=True`` and for what errors say.
+"""Decide which checkpoints of a run are whole and finite: one rule for ``--resume``, for
+``resume_from_checkpoint=True`` and for error messages.
 
 A checkpoint is written into ``_saving/`` and moved to its name when it is whole and finite, with a list of its files
-(``MARK``), so a folder ``checkpoint-N`` of ours is both. Those of stock TRL, of earlier versions, and whatever a file
-system or a hand has cut since, are looked at: heads and ends of their files. Before one is resumed from, all of it is
-read against the checksums of the list, or, where the list does not say that it was looked for, for NaN (``damaged``).
+(``MARK``). So a folder ``checkpoint-N`` of ours is both. Checkpoints of stock TRL or of earlier versions, and files
+that were cut since, are found by a look at the heads and ends of the files. Before a resume, all of a checkpoint is
+read (``damaged``): against the checksums of the list, and for NaN, unless the list says that this was done.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from grpo_lab.io import move_whole, own_cores, write_whole_text
 from grpo_lab.reading import read_record
 from grpo_lab.trainer.resume.state import read_state
 
-#: Beside the checkpoints: where the next one is written. The underscore keeps it out of pushes to the hub.
+#: Folder beside the checkpoints in which the next one is written. The underscore keeps it out of pushes to the hub.
 SAVING = "_saving"
-#: Written last: the step, and every file with its bytes and its checksum.
+#: The list of files, written last: the step, and every file with its bytes and its checksum.
 MARK = "grpo_lab_checkpoint.json"
 #: Bytes of a file that one thread reads for its checksum.
 PIECE = 64 * 2**20
-#: Bytes up to which a pickle is read when checkpoints are looked at: random numbers, schedule, no optimizer.
+#: Largest pickle, in bytes, that a look at a checkpoint reads: random numbers, schedule, no optimizer.
 SMALL = 16 * 2**20
-#: transformers' mark of a checkpoint on a signal that was not finished.
+#: transformers' mark of an unfinished checkpoint that a signal asked for.
 INCOMPLETE = "checkpoint-is-incomplete.txt"
-#: What a resume goes on with beside the weights, and its forms (FSDP's, DeepSpeed's).
+#: What a resume needs beside the weights, and its file names (FSDP's and DeepSpeed's, too).
 BESIDE_WEIGHTS = {
     "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
     "scheduler.pt": ("scheduler.pt", "global_step*"),
     "rng_state.pth": ("rng_state*.pth",),
 }
-#: Pickles that a resume loads; torch refuses those that name more than these and torch's own.
+#: Pickles that a resume loads; they may name only ``MAY_BE_NAMED`` and torch's own globals.
 LOADED = ("optimizer", "scheduler", "scaler", "rng_state")
 MAY_BE_NAMED = {"numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType", "_codecs.encode"}
 MAY_BE_NAMED |= {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")}
 
 
 def step_of(checkpoint: Path) -> int:
-    """Finished optimizer steps, from the folder's name; -1 for another name."""
+    """Return the finished optimizer steps in the folder's name; -1 for another name."""
     number = checkpoint.name.removeprefix("checkpoint-")
     if number.isascii() and number.isdigit():
         return int(number)
@@ -58,12 +58,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def all_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first, whole or not."""
+    """Return the checkpoints in a folder, oldest first, whole or not."""
     return sorted((one for one in folder.glob("checkpoint-*") if one.is_dir() and step_of(one) >= 0), key=step_of)
 
 
 def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint, and why each newer one was passed over. ``read``: by its content, too."""
+    """Return the newest whole checkpoint, and why each newer one was passed over. ``read``: check the content, too."""
     passed: list[str] = []
     for checkpoint in reversed(all_in(folder)):
         broken = what_is_broken(checkpoint) or (damaged(checkpoint) if read else None)
@@ -74,7 +74,7 @@ def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[st
 
 
 def what_is_broken(checkpoint: Path) -> str | None:
-    """Say why a checkpoint cannot be resumed from, None for a whole one. Heads and ends of its files are read."""
+    """Return why a checkpoint cannot be resumed from, None for a whole one. Read only heads and ends of its files."""
     if (checkpoint / INCOMPLETE).exists():
         return f"{INCOMPLETE} stands in it: saving was not finished"
     try:
@@ -93,12 +93,12 @@ def what_is_broken(checkpoint: Path) -> str | None:
 
 
 def lacking(checkpoint: Path) -> list[str]:
-    """List what a resume would go on with and is not there: it starts anew, as after ``save_only_model``."""
+    """Return what a resume needs but is missing; it then starts anew, as after ``save_only_model``."""
     return [name for name, forms in BESIDE_WEIGHTS.items() if not any(any(checkpoint.glob(form)) for form in forms)]
 
 
 def broken_weights(folder: Path) -> str | None:
-    """Say why the saved model (or adapter) in ``folder`` cannot be loaded, as far as its files' heads and sizes say."""
+    """Return why the saved model (or adapter) in ``folder`` cannot be loaded, judged by its files' heads and sizes."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -122,7 +122,7 @@ def broken_weights(folder: Path) -> str | None:
 
 
 def broken_pickles(checkpoint: Path) -> str | None:
-    """Name the first ``.pt`` or ``.pth`` file of the checkpoint that cannot be loaded, and why; None where all can."""
+    """Return which ``.pt`` or ``.pth`` file of the checkpoint cannot be loaded, and why; None if all can."""
     for file in sorted(checkpoint.glob("*.pt*")):
         try:  # torch.save writes a zip file, whose list of contents stands at its end
             with zipfile.ZipFile(file) as archive:
@@ -132,7 +132,7 @@ def broken_pickles(checkpoint: Path) -> str | None:
             named = []
             if file.name.startswith(LOADED):
                 named = get_unsafe_globals_in_checkpoint(str(file))
-        except Exception:  # flipped bits: a compression that is none, a name that is no text, a key that is asked for
+        except Exception:  # flipped bits: an unknown compression, a name that is no text, a request for a password
             return f"{file.name} is not whole"
         for name in named:
             if name not in MAY_BE_NAMED and not name.startswith(("torch.", "torchao.")):
@@ -143,18 +143,19 @@ def broken_pickles(checkpoint: Path) -> str | None:
 
 
 def keep(partial: Path, place: Path, checksums: bool = True, finite: bool = True) -> None:
-    """``_saving/checkpoint-N``, which is whole, gets its list and becomes ``place``: on the disk, in one rename."""
+    """Add the list to ``_saving/checkpoint-N``, which is whole, and move it to ``place``: flushed, in one rename."""
     write_whole_text(partial / MARK, json.dumps(mark_of(partial, step_of(place), checksums, finite)))
     move_whole(partial, place)
     shutil.rmtree(partial.parent, ignore_errors=True)
 
 
 def mark_of(folder: Path, step: int, checksums: bool = True, finite: bool = True) -> dict[str, Any]:
-    """Make what ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list. ``finite``:
-    it was looked at for NaN.
+    """Return the content of ``MARK`` for a whole folder: shards of FSDP and DeepSpeed have no other list. ``finite``:
+    whether it was checked for NaN.
 
-    For the checksums every file is read once, while it is on its way to the disk, which ``move_whole`` would wait for.
-    What is read as text has none: people edit ``trainer_state.json``, a configuration, a chat template.
+    For the checksums every file is read once, while it is being flushed to the disk, for which ``move_whole`` would
+    wait anyway. Files that are read as text have none: people edit ``trainer_state.json``, a configuration, a chat
+    template.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
@@ -174,7 +175,7 @@ def _towards_disk(files: list[Path]) -> None:
 
 
 def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:
-    """file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read."""
+    """Return file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read."""
     pieces = [(name, start) for name in names for start in range(0, (folder / name).stat().st_size, PIECE)]
     found = {name: hashlib.sha256() for name in names}
     with ThreadPoolExecutor(max_workers=min(16, own_cores())) as threads:
@@ -196,8 +197,8 @@ def _digest(folder: Path, name: str, start: int) -> bytes:
 
 
 def damaged(checkpoint: Path) -> str | None:
-    """Say what is not as it was written, or not finite where nobody has looked yet; None where nothing is. All of it is
-    read."""
+    """Return what differs from what was written, or is not finite and was never checked; None if nothing is. All of the
+    checkpoint is read."""
     try:
         listed = _mark(checkpoint)
     except ValueError as error:
@@ -219,7 +220,7 @@ def damaged(checkpoint: Path) -> str | None:
 
 
 def _mark(checkpoint: Path) -> dict[str, Any] | None:
-    """Read ``MARK``; None without one, ``ValueError`` where it cannot be read."""
+    """Return the content of ``MARK``, None without one. Raise ``ValueError`` if it cannot be read."""
     try:
         return read_record(checkpoint / MARK, {"files": dict})
     except FileNotFoundError:
@@ -229,8 +230,8 @@ def _mark(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _against_mark(checkpoint: Path) -> str | None:
-    """The first listed file that is missing or cut; a text file may be shorter (people edit ``trainer_state.json``).
-    Without a list: what a resume needs is there, or nothing of it."""
+    """Return the first listed file that is missing or cut; text files may change (people edit ``trainer_state.json``).
+    Without a list, return what is missing if only part of what a resume needs is there."""
     mark = _mark(checkpoint)
     if mark is None:
         missing = lacking(checkpoint)

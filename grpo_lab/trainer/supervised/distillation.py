@@ -1,10 +1,10 @@
-"""Distillation on-policy, with TRL's DistillationTrainer: the student writes, and learns at each of its tokens what the
+"""On-policy distillation with TRL's DistillationTrainer: the student writes, and learns at each of its tokens what the
 teacher would have written there.
 
     β = 1   KL(student ‖ teacher), "reverse"      β = 0   KL(teacher ‖ student)      between: generalized JSD
 
-arXiv 2306.13649; Qwen3's on-policy stage (arXiv 2505.09388, section 4.5). The loss is TRL's, untouched: over the whole
-vocabulary, so both models must share it. No reward is asked, and no answer has to be known.
+arXiv 2306.13649; Qwen3's on-policy stage (arXiv 2505.09388, section 4.5). The loss is TRL's, unchanged. It is over the
+whole vocabulary, so both models must share it. It needs no reward and no known answer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LENGTH = "completions/mean_length"
 
 
 class Distillation(EpochOrderMixin, DistillationTrainer):  # type: ignore[misc]
-    """TRL's, and a resumed one has the order of its epoch."""
+    """TRL's trainer; a resumed training goes on in the order of its epoch."""
 
 
 class TokenBudget(TrainerCallback):  # type: ignore[misc]
-    """Ends a training of TRL's that generates after the log by which its model has written ``tokens`` tokens (None:
-    only counts them, in ``generated``). In a recipe of `grpo-lab train`, too: ``callbacks``. A schedule of the learning
-    rate does not hear of it, and prompts that are sampled again (``dead_groups: resample``) do not count."""
+    """Ends a training of TRL's that generates, at the first log by which its model has written ``tokens`` tokens (None:
+    only counts them, in ``generated``). A recipe of `grpo-lab train` can use it, too: ``callbacks``. The learning-rate
+    schedule does not know of it, and prompts that are sampled again (``dead_groups: resample``) do not count."""
 
     def __init__(self, tokens: int | None = None) -> None:
         self.tokens = tokens

@@ -1,19 +1,19 @@
-"""Training by TRL's trainers that are not RL's: on rows (SFT, the cold start), on pairs (DPO, SimPO, reward models), by
-a teacher. The losses are TRL's, untouched.
+"""Train with those of TRL's trainers that are not RL's: on rows (SFT, the cold start), on pairs (DPO, SimPO, reward
+models), or by a teacher. The losses are TRL's, unchanged.
 
     DPO     −log σ(r̂(y⁺) − r̂(y⁻))       r̂ = β log π(y|x)/π₀(y|x)       arXiv 2305.18290, eq. 7
     SimPO   −log σ(r̂(y⁺) − r̂(y⁻) − γ)   r̂ = β log π(y|x)/|y|           arXiv 2405.14734, eq. 6
 
-SimPO needs no reference model and divides by the length, so a long answer is not dispreferred for being long but for
-being in the second place. TRL's CPO adds a likelihood term to it by default (`cpo_alpha` 1): off here, as in SimPO's
-paper, unless it is set. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β). γ = 0 is the
-form in which lecture notes write it.
+SimPO needs no reference model and divides by the length, so a long answer is not dispreferred for its length, only for
+being the rejected one. TRL's CPO adds a likelihood term to it by default (`cpo_alpha` 1). Here it is off unless it is
+set, as in SimPO's paper. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β). γ = 0 is the
+form of lecture notes.
 
-Both log ``rewards/weight``, how strongly each pair pulls: the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), with γ added inside of σ
-for SimPO (section 2.3). It is the weight in DPO's gradient, ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]: near 1 where the
+Both log ``rewards/weight``, how strongly each pair pulls: the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), with γ added inside of
+σ for SimPO (section 2.3). It is the weight in DPO's gradient, ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]: near 1 where the
 model's own reward has the pair the wrong way round, ½ where it is undecided, near 0 where it is learned.
 
-The trainer saves, not the model: under FSDP and ZeRO each process holds a part of it, and all must join in.
+The trainer saves the model: under FSDP and ZeRO each process holds a part of it, so all must take part.
 """
 
 from __future__ import annotations
@@ -74,22 +74,23 @@ def train_by(
     tracked_in: Path | None = None,
     **parts: Any,
 ) -> None:
-    """Train ``model``; saved to ``output_dir`` (all processes join in).
+    """Train ``model`` and save it to ``output_dir`` (all processes take part).
 
     Args:
         method: one of `COLUMNS`; the loss of ``sft`` is on the completion only.
-        model: a language model; of ``reward`` the folder or hub name, to which TRL adds the head, drawn by the seed.
-        rows: with the method's columns, all text or all messages; others are not read, but ``continues`` of ``sft``:
-            true where the completion goes on in the assistant's message that the prompt ends with. Without it that
+        model: a language model; for ``reward`` its folder or hub name, to which TRL adds the head, drawn by the seed.
+        rows: with the method's columns, all text or all messages. Other columns are ignored, except ``continues`` for
+            ``sft``: true if the completion continues the assistant's message that ends the prompt. Otherwise that
             message is closed and another begun, as in TRL's trainers and wherever a prompt is rendered.
-        arguments: fields of TRL's configuration, named in messages as of ``where``.
-        train: what trains the trainer; None: its ``train()``.
-        chat_template_kwargs: what the chat template is told of every row of messages.
-        tracked_in: the folder that its trackers' run is kept in; default: ``output_dir``.
+        arguments: fields of TRL's configuration; error messages say that they are of ``where``.
+        train: trains the trainer; None: its ``train()``.
+        chat_template_kwargs: arguments of the chat template for every row of messages.
+        tracked_in: the folder that keeps its trackers' run; default: ``output_dir``.
         parts: the trainer's: DPO's ``ref_model`` (default: the model as it begins), a distillation's ``teacher_model``.
 
-    ValueError: a missing column, or an unknown setting. NumbersError: what it has left is not finite; nothing is
-    written.
+    Raises:
+        ValueError: if a column is missing or a setting is unknown.
+        NumbersError: if the trained model is not finite; nothing is written then.
     """
     config, trainer_class = trl_of(method)
     columns = list(COLUMNS[method])
@@ -117,12 +118,12 @@ def train_by(
 
 
 def _is_assistants(prompt: Any) -> bool:
-    """Return whether a prompt of messages ends with the assistant's."""
+    """Return whether a prompt of messages ends with one of the assistant."""
     return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
 
 
 def _renders_as_ever(args: Any, rows: Dataset) -> bool:
-    """Return whether messages become tokens by the tokenizer's own template, without a mask that the template makes."""
+    """Return whether messages are tokenized by the tokenizer's own template, without a mask that the template makes."""
     of_messages = len(rows) > 0 and not isinstance(rows[0]["prompt"], str)
     return of_messages and args.chat_template_path is None and not args.assistant_only_loss
 
@@ -130,9 +131,9 @@ def _renders_as_ever(args: Any, rows: Dataset) -> bool:
 def _tokens(
     batch: Mapping[str, list[Any]], tokenizer: Any, kwargs: Mapping[str, Any], whole: bool
 ) -> dict[str, list[list[int]]]:
-    """Rows of messages as TRL would tokenize them one by one, each completion in the turn that its prompt ends with
-    where its row says so. ``whole``: the loss is on prompts, too; else on completions, which begin where the ids of
-    the prompt alone and those of the whole part."""
+    """Tokenize rows of messages as TRL would one by one; a completion continues its prompt's last message if its row
+    says so. ``whole``: the loss is on prompts, too; else on completions only, which begin where the ids of the prompt
+    alone and of the whole differ."""
     continues = batch.get(CONTINUES) or [False] * len(batch["prompt"])
     pairs = render_pairs(zip(batch["prompt"], batch["completion"], continues, strict=True), tokenizer, kwargs)
     found: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
@@ -148,7 +149,7 @@ def _tokens(
 
 
 def _alike(ids: list[int], others: list[int]) -> int:
-    """Number of ids with which the two begin alike."""
+    """Return how many ids the two have in common at their beginning."""
     if others[: len(ids)] == ids:
         return len(ids)
     differ = (place for place, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
@@ -165,8 +166,8 @@ def _warn_of_split(end: str) -> None:
 
 
 def _pair_as_text(row: Mapping[str, Any], tokenizer: Any, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """A pair as the text of the chat template: TRL's CPO alone would leave an assistant's message at the end of a
-    prompt open, and count its end to the answers."""
+    """Return a pair as text of the chat template. TRL's CPO alone would leave an assistant's message at the end of a
+    prompt open, and count its end as part of the answers."""
     found: dict[str, str] = {}
     for name in ("chosen", "rejected"):
         asked, whole = render_pair(row["prompt"], row[name], tokenizer, kwargs)
@@ -175,26 +176,26 @@ def _pair_as_text(row: Mapping[str, Any], tokenizer: Any, kwargs: Mapping[str, A
 
 
 def cold_start(model: Any, tokenizer: Any, rows: Dataset, output_dir: Path, *how: Any, **more: Any) -> None:
-    """`train_by` SFT on ``prompt`` → ``worked_solution``."""
+    """Train SFT by `train_by` on ``prompt`` → ``worked_solution``."""
     pairs = Dataset.from_list(worked_pairs(rows))
     train_by("sft", model, tokenizer, pairs, output_dir, *how, where="cold_start", **more)
 
 
 def worked_pairs(rows: Dataset) -> list[dict[str, Any]]:
-    """Rows of SFT out of problems. ``ValueError`` where they have no ``worked_solution``."""
+    """Return rows for SFT from problems. Raise ``ValueError`` if they have no ``worked_solution``."""
     check_rows(rows)
     return [{"prompt": row["prompt"], "completion": in_form_of(row["prompt"], row["worked_solution"])} for row in rows]
 
 
 def check_rows(rows: Dataset, where: str = "cold_start.data") -> None:
-    """``ValueError`` for rows that have no ``worked_solution``."""
+    """Raise ``ValueError`` if rows have no ``worked_solution``."""
     if "worked_solution" not in rows.column_names:
         raise ValueError(f"`{where}` has no column 'worked_solution'; it has {rows.column_names}")
 
 
 def check_training(method: str, arguments: Mapping[str, Any], where: str = "training") -> dict[str, Any]:
-    """``arguments`` in the types that the configuration of ``method`` declares (of others than `COLUMNS`: SFT's).
-    ``ValueError``, naming ``where``, for a setting that it does not have, and for a name or a number that cannot be."""
+    """Return ``arguments`` in the types that the configuration of ``method`` declares (SFT's for methods outside
+    `COLUMNS`). Raise ``ValueError``, naming ``where``, for an unknown setting or an impossible name or number."""
     config = trl_of(method)[0]
     refuse_unknown(arguments, config.__dataclass_fields__, f"`{where}`", EARLIER)
     found: dict[str, Any] = typed(arguments, config, where)
@@ -217,7 +218,7 @@ def check_training(method: str, arguments: Mapping[str, Any], where: str = "trai
 
 @functools.cache
 def trl_of(method: str) -> tuple[Any, Any]:
-    """The configuration and the trainer of a method."""
+    """Return the configuration class and the trainer class of a method."""
     if method == "simpo":
         return weighted_cpo()
     of = {"dpo": (DPOConfig, WeightedDPOTrainer), "reward": (RewardConfig, RewardTrainer)}
@@ -225,10 +226,10 @@ def trl_of(method: str) -> tuple[Any, Any]:
 
 
 class SFTInBins(SFTTrainer):  # type: ignore[misc]
-    """A batch of text goes through the model in bins of rows of like length, each as wide as its own longest row.
+    """TRL's SFT trainer that forwards a batch of text in bins of rows of like length, each as wide as its longest row.
 
     TRL's loss is the sum over the tokens of the optimizer step, divided by their number, so the gradient is that of the
-    batch in one piece. Not where several ranks or shards step together: bins differ in number between them.
+    batch in one piece. Not used if several ranks or shards step together: their numbers of bins differ.
     """
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -252,14 +253,15 @@ class SFTInBins(SFTTrainer):  # type: ignore[misc]
 
 
 def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float = 0.0) -> torch.Tensor:
-    """w of each pair, [pairs], in (0, 1), from the implicit rewards r̂, [pairs]; ``margin``: SimPO's γ."""
+    """Return the weight w of each pair, [pairs], in (0, 1), from implicit rewards r̂, [pairs]; ``margin``: SimPO's
+    γ."""
     return torch.sigmoid(rejected - chosen + margin)
 
 
 class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
     """Logs the weights of pairs for the implicit reward β log π/π₀ (reverse KL) with whole log-ratios. TRL averages the
-    rewards before it logs them, and a mean of σ is no σ of means: log-probs are taken where TRL computes them, on the
-    models' way out."""
+    rewards before it logs them, and a mean of σ is no σ of means. So log-probs are captured from the models'
+    outputs."""
 
     def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
         seen: list[torch.Tensor] = []
@@ -292,13 +294,13 @@ class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
 
 
 def weighted_cpo() -> tuple[Any, Any]:
-    """Configuration and trainer."""
+    """Return the configuration class and the trainer class."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     class WeightedCPOTrainer(CPOTrainer):  # type: ignore[misc]
-        """Logs the weights of pairs where the reward is the log-prob itself (``alpha`` 0). γ counts for ``simpo``
-        alone, as in TRL's loss."""
+        """Logs the weights of pairs if the reward is the log-prob itself (``alpha`` 0). As in TRL, γ is for ``simpo``
+        alone."""
 
         def cpo_loss(self, policy_chosen_logps: torch.Tensor, policy_rejected_logps: torch.Tensor) -> Any:
             found = super().cpo_loss(policy_chosen_logps, policy_rejected_logps)

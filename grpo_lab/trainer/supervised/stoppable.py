@@ -1,10 +1,10 @@
-"""A supervised or preference training inside a longer command that is asked to stop: a checkpoint within the step, and
-on from it to the bit.
+"""Stop a supervised or preference training inside a longer command on request: write a checkpoint after the current
+step, and continue from it later, to the bit.
 
-TRL's SFT, DPO and CPO trainers write no checkpoint here of themselves (``save_strategy: no``). Asked to stop, the step
-under way ends and is logged; then transformers' checkpoint and, beside it, what it does not hold (the entry
-``training`` of the record, ``resume/state.py``) go into ``place``, whole or not at all. The same training, begun again,
-goes on from there. One of other rows, settings or another model begins anew.
+TRL's SFT, DPO and CPO trainers write no checkpoint here by themselves (``save_strategy: no``). On a request to stop,
+the current step ends and is logged. Then transformers' checkpoint, with what it does not hold (the entry ``training``
+of the record, ``resume/state.py``), goes into ``place``, whole or not at all. The same training, begun again, continues
+from there. One with other rows, settings or another model begins anew.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from grpo_lab.trainer.trl_bridge import plain_cpu
 
 logger = logging.getLogger("grpo_lab")
 
-#: What TRL keeps in memory up to the next log: DPO and SFT in the first, CPO in the second.
+#: Where TRL keeps metrics in memory up to the next log: DPO and SFT in the first, CPO in the second.
 PENDING = ("_metrics", "_stored_metrics")
 
 
 class TrainingStopped(Exception):
-    """Raised where a training ended on request, after its checkpoint. ``step``: optimizer steps done."""
+    """Raised when a training ended on request, after its checkpoint. ``step``: optimizer steps done."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"stopped after step {step}, with a checkpoint")
@@ -40,12 +40,12 @@ class TrainingStopped(Exception):
 
 
 class StoppableTraining:
-    """``StoppableTraining(…)(trainer)`` trains, or goes on with, what ``trainer`` is about to train.
+    """Runs a training that can be stopped, ``StoppableTraining(…)(trainer)``, or continues it from its checkpoint.
 
     Args:
         place: folder of the checkpoint; ``done`` removes it.
-        identity: of everything that the training follows from; a checkpoint of another one is not gone on with.
-        asked: whether to stop; looked at after each optimizer step but the last.
+        identity: stands for everything that determines the training; a checkpoint with another identity is not used.
+        asked: returns whether to stop; called after each optimizer step but the last.
     """
 
     def __init__(self, place: Path, identity: str, asked: Callable[[], object]) -> None:
@@ -62,14 +62,14 @@ class StoppableTraining:
 
     @property
     def step(self) -> int:
-        """The steps that are done already."""
+        """Number of steps that are done already."""
         if self.checkpoint is None:
             return 0
         return step_of(self.checkpoint)
 
     def __call__(self, trainer: Any) -> None:
-        """TrainingStopped: asked to, after the checkpoint. CheckpointNotWritten: asked to, and it could not be written;
-        what was there before is as it was."""
+        """Train, or continue. If asked to stop, raise TrainingStopped after the checkpoint, or CheckpointNotWritten if
+        that could not be written; what was there before stays."""
         answer = _Answer(trainer, self)
         trainer.add_callback(answer)
         given = None
@@ -89,12 +89,12 @@ class StoppableTraining:
             ) from error
 
     def done(self) -> None:
-        """The training has come to its end, and its model is kept."""
+        """Remove the checkpoint: the training has ended, and its model is saved."""
         shutil.rmtree(self.place, ignore_errors=True)
 
 
 class _Answer(TrainerCallback):  # type: ignore[misc]
-    """Comes last: by then the step is counted and transformers has said what is due."""
+    """Callback that stops the training when asked. It comes last, after transformers has counted the step."""
 
     def __init__(self, trainer: Any, training: StoppableTraining) -> None:
         self.trainer = trainer
