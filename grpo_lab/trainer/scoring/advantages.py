@@ -1,5 +1,5 @@
-"""Advantages of the rows that stay: one answer for the reward table of all ranks, then what it is on this rank's
-tokens; with a critic what each token earned and was worth before, and what the critic is to learn after.
+"""Compute the advantages of the selected rows: once on the reward table of all ranks, then for this rank's tokens. With
+a critic, each token first gets its reward and value; afterwards the critic gets the returns that it is to learn.
 
     penalise → add_value_estimates          local.rewards: −β·k_t on each own token, and the completion's rewards on its
                                             last one; local.values: V at generation
@@ -8,11 +8,11 @@ tokens; with a critic what each token earned and was worth before, and what the 
     → write_advantages
 
 Tool output and inserted text are no time steps: a step goes from one token of the policy to its next
-(``LocalRows.mask``). A completion that the length limit cut is an episode like another, with its rewards on its last
-token; ``value.missing_eos_penalty`` is taken off there. One that no reward could score teaches nobody: its advantages
-are 0, its returns NaN, which no loss reads.
+(``LocalRows.mask``). A completion that the length limit cut is an episode like any other, with its rewards on its last
+token, where ``value.missing_eos_penalty`` is subtracted. A completion that no reward could score teaches nothing: its
+advantages are 0, and its returns are NaN, which no loss reads.
 
-Where a team's ``compute_advantages`` asks ``super()`` without a rule of ours, they are TRL's own:
+If a team's ``compute_advantages`` calls ``super()`` and there is no rule of ours, the advantages are TRL's own:
 
     sum_then_normalize    the rule that ``scale_rewards`` names, on the weighted sum
     normalize_then_sum    z_ik = (r_ik − mean of its group) / (std of its group + 1e-4) for each reward k;
@@ -46,8 +46,8 @@ def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | 
     """Return a rule's advantages, detached, after a check of their shape and values.
 
     The shape is ``[N]``, one per row of the table, or ``[B, T]``, one per token of this rank's rows. With a guard
-    (``faults``), advantages that are not finite become 0 and the batch is marked as bad. ValueError: another type or
-    shape or, without a guard, an advantage that is not finite on a row or on a token with loss.
+    (``faults``), advantages that are not finite become 0 and the batch is marked as bad. Raise ValueError for another
+    type or shape or, without a guard, for an advantage that is not finite on a row or on a token with loss.
     """
     assert table.local is not None
     rows = table.values.size(0)
@@ -55,10 +55,10 @@ def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | 
     if not isinstance(advantages, Tensor):
         seen = f"a {type(advantages).__name__}"
     else:
-        advantages = advantages.detach()  # a number to the loss, whatever a team's rule made it with
+        advantages = advantages.detach()  # a constant to the loss, however a team's rule made it
         if advantages.shape == (rows, 1) != mask.shape:
             advantages = advantages.squeeze(1)
-        if advantages.shape == mask.shape:  # what stands on tokens without loss is nobody's
+        if advantages.shape == mask.shape:  # values on tokens without loss are not used
             advantages = advantages.where(mask | advantages.isfinite(), 0)
         finite = advantages.isfinite()
         if advantages.shape in ((rows,), mask.shape):
@@ -114,7 +114,7 @@ def add_value_estimates(trainer: UpdatePort, made: Penalised) -> Penalised:
 
 @torch.no_grad()
 def values_at_generation(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
-    """``[B, T]`` of the policy's own tokens, else 0: in bins where those are exact, else as TRL forwards."""
+    """Return values ``[B, T]`` of the policy's own tokens, else 0: from bins if these are exact, else from TRL."""
     model = trainer.model
     args = trainer.args
     training = trainer.model.training
@@ -142,23 +142,22 @@ def values_at_generation(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
 
 
 def last_own(mask: Tensor) -> Tensor:
-    """bool ``[B, T]``: the last True of each row; nowhere in a row without any."""
+    """Return bool ``[B, T]``: the last True of each row; nowhere in a row without any."""
     ordinal = mask.long().cumsum(1)
     return mask & (ordinal == ordinal[:, -1:])
 
 
 def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
-    """Compute advantages by the rule in force: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``.
-    TRL's own stay, ``[B]``, where neither a rule nor a hook is in force, nor selection has put the batch together
-    anew."""
+    """Return advantages by the rule in force: ``[N]`` over all ranks, or ``[B, T]`` from a rule of level ``token``.
+    Return TRL's own ``[B]`` if neither a rule nor a hook is in force, and selection has left the batch as it was."""
     if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
         return made.scored.batch["advantages"]  # type: ignore[no-any-return]
     return checked_advantages(trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training)
 
 
 def to_advantages_and_returns(trainer: UpdatePort, made: Penalised, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Advantages ``[B, T]`` as they push the policy, and float32 ``[B, T]`` returns for the critic (NaN: where there is
-    nothing to learn). Without a critic the former as they are, and None."""
+    """Return the policy's advantages ``[B, T]`` and the critic's returns, float32 ``[B, T]`` (NaN where there is
+    nothing to learn). Without a critic, return the advantages as they are, and None."""
     value = trainer.algorithm.value
     local = made.local
     if value is None:
@@ -185,17 +184,17 @@ def to_advantages_and_returns(trainer: UpdatePort, made: Penalised, advantages: 
 
 
 def _moments(trainer: Collectives, values: Tensor, mask: Tensor) -> Moments:
-    """Compute moments over the tokens of all ranks. A collective."""
+    """Return the moments over the tokens of all ranks. A collective."""
     return Moments.joined(trainer.accelerator.gather(masked_moments(values, mask).unsqueeze(0)))
 
 
 def write_advantages(
     trainer: Collectives, made: Penalised, advantages: Tensor, returns: Tensor | None
 ) -> dict[str, Any]:
-    """Return this rank's rows with their advantages ``[B]`` or ``[B, T]``, with the KL of each token and what comes
-    after it where it is charged so, and the critic's values and returns. TRL's completions table gets the advantages,
-    too, per token as the mean over a completion's own tokens. ``advantages``: ``[N]`` over all ranks, ``[B, T]`` of
-    this rank's tokens, or TRL's own ``[B]``."""
+    """Write this rank's advantages ``[B]`` or ``[B, T]`` into its rows, with the critic's values and returns, and
+    return the rows. A KL charged per token is added. TRL's completions table gets the advantages, too; if they are per
+    token, as the mean over a completion's own tokens. ``advantages``: ``[N]`` over all ranks, ``[B, T]`` of this rank's
+    tokens, or TRL's own ``[B]``."""
     batch = made.scored.batch
     mask = made.local.mask
     if returns is not None and made.local.values is not None:
@@ -219,7 +218,7 @@ def write_advantages(
 
 
 def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> Tensor:
-    """Advantages ``[N]`` of ``table`` as TRL's settings ask for. ValueError: settings that TRL does not have."""
+    """Return the advantages ``[N]`` of ``table`` for TRL's settings. Raise ValueError for settings that TRL lacks."""
     if aggregation == "normalize_then_sum":
         values = table.values.double()
         grouped = values.view(-1, table.group_size, values.size(1))

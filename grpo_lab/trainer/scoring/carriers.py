@@ -1,12 +1,13 @@
-"""Carriers that the stages hand to one another, from completions to advantages.
+"""Data classes that the stages hand to one another, from completions to advantages.
 
     score → Scored → select → Scored → penalise → Penalised → values → advantages → record
 
-``Rewarded`` is the small part that all ranks hold alike; ``batch`` is TRL's dict of this rank's rows.
+``Rewarded`` is the small part that is the same on all ranks; ``batch`` is TRL's dict of this rank's rows.
 
-Under ``mask_truncated_completions`` cut completions are out of the loss and still in their group's baseline. TRL masks
-their tokens before it asks for log-probs; with a KL penalty in the reward that is too early, since they pay for their
-KL like everybody else. There TRL is told to mask nothing, and ``mask_cut`` does it once the penalty is known.
+With ``mask_truncated_completions``, truncated completions are out of the loss and still in their group's baseline. TRL
+masks their tokens before it asks for log-probs. With a KL penalty in the reward that is too early, since they are
+charged for their KL like all others. So TRL is then told to mask nothing, and ``mask_cut`` does it once the penalty is
+known.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Rewarded:
 
     Args:
         table: rewards, with the steps of step rewards.
-        lengths: tokens that the policy made ``[N]`` (no tool output, as TRL counts them).
-        tokens: tokens of each completion ``[N]``, tool output included.
-        truncated: bool ``[N]``: ended by the length limit, not by an end token.
-        rows: ``[N]`` row of the data set, −1 where it is not known (``prompts.sampler``).
+        lengths: ``[N]``, tokens that the policy made (no tool output, as TRL counts them).
+        tokens: ``[N]``, tokens of each completion, tool output included.
+        truncated: bool ``[N]``, ended by the length limit, not by an end token.
+        rows: ``[N]``, row number in the data set, −1 if unknown (``prompt_order.row_numbers``).
     """
 
     table: RewardTable
@@ -48,7 +49,7 @@ class Rewarded:
     rows: Tensor
 
     def picked(self, index: Tensor) -> Rewarded:
-        """Some rows (long ``[M]``, whole groups), in that order."""
+        """Return some rows (long ``[M]``, whole groups), in that order."""
         index = index.to(self.table.values.device)
         steps = {column: steps.picked(index) for column, steps in self.table.steps.items()}
         table = replace(self.table, values=self.table.values[index], steps=steps)
@@ -57,7 +58,7 @@ class Rewarded:
 
     @staticmethod
     def joined(parts: Sequence[Rewarded]) -> Rewarded:
-        """The rows of several generations, one's after the other's."""
+        """Join the rows of several generations, one after the other."""
         first = parts[0].table
         steps = {column: StepTable.joined([part.table.steps[column] for part in parts]) for column in first.steps}
         table = replace(first, values=torch.cat([part.table.values for part in parts]), steps=steps)
@@ -69,10 +70,10 @@ class Scored:
     """Completions with their rewards: those of one generation, or those that were kept of several (`resample`).
 
     Args:
-        batch: this rank's rows as TRL returns them. Its ``advantages`` are TRL's until ours are put in.
+        batch: this rank's rows as TRL returns them. Its ``advantages`` are TRL's until ours replace them.
         rewarded: rewards of all ranks.
-        forwards: which of TRL's forward passes this batch did without, or will make later.
-        columns: TRL's table of these completions, kept where rows of several generations may be put together.
+        forwards: which of TRL's forward passes were replaced or put off for this batch.
+        columns: TRL's table of these completions, kept if rows of several generations may be combined.
         rounds: how many generations the rows come from.
     """
 
@@ -85,13 +86,13 @@ class Scored:
 
 @dataclass(frozen=True)
 class Penalised:
-    """Rows and rewards that advantages are made of.
+    """Rows and rewards from which advantages are computed.
 
     Args:
-        scored: the rows that stay.
-        table: their rewards, with the KL's column where it is charged per completion, and ``local`` rows.
-        to_go: float64 ``[B, T]``, what is added to the advantage of each token where the KL is charged per token.
-        charged: float64 ``[B, T]``, −β·k of each token where the KL is charged per token.
+        scored: the selected rows.
+        table: their rewards, with a column for the KL if it is charged per completion, and ``local`` rows.
+        to_go: float64 ``[B, T]``, added to the advantage of each token if the KL is charged per token.
+        charged: float64 ``[B, T]``, −β·k of each token if the KL is charged per token.
     """
 
     scored: Scored
@@ -106,22 +107,23 @@ class Penalised:
 
 
 def local_rows(trainer: Collectives, batch: dict[str, Any]) -> slice:
-    """Slice of what was gathered that is this rank's rows."""
+    """Return the slice of a gathered tensor that holds this rank's rows."""
     rows = batch["prompt_ids"].size(0)
     rank = trainer.accelerator.process_index
     return slice(rows * rank, rows * (rank + 1))
 
 
 def whole_completions(trainer: Numbers) -> contextlib.AbstractContextManager[Any]:
-    """Context for TRL's generation: with a KL penalty in the reward, log-probs are of all that the policy sampled."""
+    """Return a context for TRL's generation. With a KL penalty in the reward, TRL then masks no truncated completion
+    before it computes log-probs."""
     if not _masks_later(trainer):
         return contextlib.nullcontext()
     return trl_bridge.replaced(trainer, "mask_truncated_completions", False)
 
 
 def with_local_rows(trainer: UpdatePort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
-    """The table with this rank's rows of ``scored`` in it, and their tokens that will carry loss, whether cut
-    completions are masked yet or not; ``before``: rows of the table that stand before them all."""
+    """Return the table with ``local``: this rank's rows of ``scored``, and their tokens that will carry loss, whether
+    truncated completions are masked yet or not. ``before``: rows of the table that come before them all."""
     mask = loss_mask(scored.batch)
     mine = local_rows(trainer, scored.batch)
     if _masks_later(trainer):
@@ -131,7 +133,7 @@ def with_local_rows(trainer: UpdatePort, scored: Scored, table: RewardTable, bef
 
 
 def mask_cut(trainer: UpdatePort, scored: Scored) -> None:
-    """Mask what TRL would have masked, and set its token count."""
+    """Mask the truncated completions that TRL would have masked, and set TRL's token count."""
     if _masks_later(trainer):
         batch = scored.batch
         kept = _uncut(trainer, scored)

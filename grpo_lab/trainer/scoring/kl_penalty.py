@@ -1,13 +1,13 @@
-"""The KL in the reward, charged per completion or per token, and its coefficient β.
+"""The KL penalty in the reward, charged per completion or per token, and its coefficient β.
 
     per: sequence    r_i ← r_i − β·Σ_t k_{i,t}, one more column of the reward table; normalised as rewards are
     per: token       Â_{i,t} ← Â_i − β·Σ_{s ≥ t} γ^{n(t,s)} k_{i,s} over the completion's own tokens, after the rule:
                      not normalised, without a baseline; a group whose rewards are all equal still learns from it
 
-Only tokens that the policy made pay (no tool output). A completion that no reward could score pays nothing: it carries
-no signal. β is constant, or steered to ``kl.target``: batch t pays β_t, and what it measured makes β_{t+1}, one number
-on every rank, since all of them sum the same gathered table exactly rounded. Sources and estimators: ``objectives.kl``,
-docs/algorithms/kl.md.
+Only tokens that the policy made are charged (no tool output). A completion that no reward could score is not charged:
+it carries no signal. β is constant, or steered to ``kl.target``: batch t is charged with β_t, and its measured KL gives
+β_{t+1}. That is one number on every rank, since all of them sum the same gathered table exactly rounded. Sources and
+estimators: ``objectives.kl``, docs/algorithms/kl.md.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from grpo_lab.trainer.step.log_probs import TEXT, GenerationForwards, log_probs_
 
 
 class KLController(TrainerCallback):  # type: ignore[misc]
-    """Holds β. Without ``kl.target`` it is the constant ``kl.coefficient``, and nothing is written or logged.
+    """Holds β. Without ``kl.target`` it is the constant ``kl.coefficient``, and nothing is saved or logged.
 
     Attributes:
-        coefficient: β in force; None where no KL is charged in the reward.
+        coefficient: β in force; None if no KL is charged in the reward.
 
-    ValueError: a penalty per completion, and TRL's own advantages, which are made before it is known.
+    Raises:
+        ValueError: if the penalty is per completion and advantages are TRL's own, which are made before it is known.
     """
 
     holds = "with `kl.target` β of the next generation batch"
@@ -60,8 +61,8 @@ class KLController(TrainerCallback):  # type: ignore[misc]
             )
 
     def charged(self, of_completions: Tensor) -> None:
-        """Σ_t (log π − log π_ref) of each completion of the batch at hand, float64 ``[N]``; β moves on, in training
-        only, and not while a critic learns alone: no β could move the KL."""
+        """Log the KL Σ_t (log π − log π_ref) of each completion of the current batch, float64 ``[N]``, and update β. β
+        moves in training only, and not while a critic learns alone: then no β could change the KL."""
         if self.control is None or self.coefficient is None:
             return
         number = of_completions.numel()
@@ -73,24 +74,24 @@ class KLController(TrainerCallback):  # type: ignore[misc]
             self.coefficient = self.control.following(self.coefficient, measured, number)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A training begins with the coefficient as written, a resumed one with that of its checkpoint."""
+        """Start with ``kl.coefficient``, or on a resume with the β of the checkpoint."""
         if not self._loaded:
             self.coefficient = self._start
         self._loaded = False
         self._whole_step = self.coefficient
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A checkpoint is of the last whole step: what was generated since is generated again on a resume."""
+        """Keep β for checkpoints as of the last whole step: what was generated since is generated again on a resume."""
         self._whole_step = self.coefficient
 
     def save(self, _folder: Path) -> dict[str, float] | None:
-        """Checkpoint entry: β, where it moves."""
+        """Return the checkpoint entry, β, if it can move; else None."""
         if self.control is None or self._whole_step is None:
             return None
         return {"coefficient": self._whole_step}
 
     def load(self, saved: SavedState | None) -> None:
-        """β as it was when the checkpoint was written; it is said where the checkpoint does not say."""
+        """Restore β from the checkpoint, or report that the checkpoint has none."""
         if self.control is None or saved is None:
             return
         found = saved.entry("kl", _coefficient, "β then starts at `kl.coefficient`")
@@ -111,7 +112,7 @@ def _coefficient(entry: Any) -> float:
 
 
 def penalise(trainer: UpdatePort, scored: Scored, controller: KLController) -> Penalised:
-    """The rows that stay with the KL that they pay; completions that were cut leave the loss."""
+    """Charge the selected rows with their KL, then mask truncated completions out of the loss."""
     kl = controller.kl
     beta = controller.coefficient
     table = scored.rewarded.table
@@ -152,8 +153,8 @@ def penalise(trainer: UpdatePort, scored: Scored, controller: KLController) -> P
 
 
 def _finite(trainer: Collectives, kl: Tensor) -> Tensor:
-    """Replace a KL that is not finite by 0 and mark the batch as bad, with a guard: as a reward it would count as
-    unscorable."""
+    """Return ``kl``. With a guard, values that are not finite become 0 and the batch is marked as bad: as a reward they
+    would count as unscorable."""
     faults = trainer.recorder.faults_in_training
     if faults is None or bool(kl.isfinite().all()):
         return kl

@@ -1,5 +1,6 @@
-"""The preference model of a run, kept in training: fresh comparisons of every generation batch, a training on old and
-new ones every so many steps, its accuracy on those of held-out prompts; all of it in the checkpoint."""
+"""Train a run's preference model along with the policy. Every generation batch gives fresh comparisons. Every so many
+steps the model is trained on old and new ones, and its accuracy on held-out prompts is logged. The checkpoint holds all
+of it."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ PER_GROUP = 2
 
 
 class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
-    """Does nothing where no reward is a `PreferenceReward` with a judge. Every rank holds the model whole and trains
-    it on the same comparisons. ValueError: there are several, or its judge is none of the run's other rewards."""
+    """Trains the run's preference model; does nothing if no reward is a `PreferenceReward` with a judge. Every rank
+    holds the model whole and trains it on the same comparisons. Raises ValueError if there are several, or if its judge
+    is none of the run's other rewards."""
 
     holds = (
         "with a preference reward that is kept in training the step of its last training; its weights and comparisons "
@@ -58,7 +60,8 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
         self.reward.seen = []
 
     def learn(self, table: RewardTable) -> None:
-        """Collect comparisons after each generation in training; ``table`` is of all ranks. A collective."""
+        """Collect comparisons after each generation in training, and train the model if it is due. ``table`` is of all
+        ranks. A collective."""
         if (reward := self.reward) is None:
             return
         step = self.trainer.state.global_step
@@ -88,8 +91,7 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
                         weights.copy_(broadcast(weights.detach().clone()))
 
     def save(self, folder: Path) -> dict[str, Any] | None:
-        """Save the preference model beside a policy, in a checkpoint or the last one; called on every rank, of which
-        one writes."""
+        """Save the preference model beside a policy (a checkpoint or the last). Called on every rank; one writes."""
         if self.reward is None or not self.kept:
             return None
         if self.trainer.args.should_save:
@@ -106,7 +108,7 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
             self.trained = 0
 
     def load(self, saved: SavedState | None) -> None:
-        """Go on with what ``save`` wrote."""
+        """Restore what ``save`` wrote."""
         if self.reward is None or not self.kept or saved is None:
             return
         place = saved.checkpoint / FOLDER

@@ -1,11 +1,11 @@
-"""Dynamic sampling: further prompts until the batch holds live groups only. Selection comes before advantages.
+"""Dynamic sampling: draw further prompts until the batch holds live groups only. Selection comes before advantages.
 
-    a group is *alike*   if no outcome and no step tells its completions apart (``groups/dead_share``)
-    a group is *dead*    if the rule in force gives no token that carries loss an advantage
+    a group is *alike*   if all its outcomes are equal, and so are all its step scores (``groups/dead_share``)
+    a group is *dead*    if the rule in force gives no token that carries loss an advantage; else it is *live*
 
-With most rules a group is dead where it is alike; not with ``raw`` and ``group_max``, where a group that is right
-throughout teaches what was right. What a rule thinks is not guessed: it is asked, before any KL penalty, which makes
-every group differ.
+With most rules a group is dead if it is alike. Not so with ``raw`` and ``group_max``, where a group that is right
+throughout teaches what was right. So the rule itself is asked for advantages, before any KL penalty, which makes every
+group differ.
 
 Source: DAPO (arXiv 2503.14476, §3.2, eq. 11). Off by default: it changes the *data distribution* (hard and easy
 prompts, whose groups are mostly dead, appear less often than in the data set), and generation costs more (logged).
@@ -31,15 +31,15 @@ from grpo_lab.trainer.scoring.advantages import checked_advantages
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, with_local_rows
 from grpo_lab.trainer.step.log_probs import keep_copy
 
-#: Of a group's reward: an advantage that small may be what rounding makes of equal rewards. Their mean in float32 is
-#: off by up to 6e-8 of them, and a rule may divide that by a standard deviation of 0 plus 1e-4.
+#: Relative to a group's reward: an advantage this small may come from rounding of equal rewards. Their mean in float32
+#: is off by up to 6e-8 of them, and a rule may divide that by a standard deviation of 0 plus 1e-4.
 ROUNDING = 1e-3
 #: the same in float64 where the rewards are 0 and only the batch's mean is not: (N · 1e-16) / 1e-4
 ROUNDING_OF_NOTHING = 1e-9
 
 
 def alike(table: RewardTable) -> Tensor:
-    """bool ``[groups]``: all scorable outcomes of the group are equal, and so are all its step scores."""
+    """Return bool ``[groups]``: all scorable outcomes of the group are equal, and so are all its step scores."""
     outcome = outcome_of(table) if table.steps else table
     groups = table.values.size(0) // table.group_size
     found = torch.ones(groups, dtype=torch.bool, device=table.values.device)
@@ -51,8 +51,8 @@ def alike(table: RewardTable) -> Tensor:
 
 
 class Resampler:
-    """Fills a generation batch with live groups. Which prompts are drawn follows from (seed, step, micro-batch, round)
-    alone, so a resumed run draws the same ones and no state is kept."""
+    """Fills a generation batch with live groups. The prompts that are drawn depend only on (seed, step, micro-batch,
+    round). So a resumed run draws the same ones, and no state is kept."""
 
     def __init__(self, trainer: StepPort) -> None:
         self.trainer = trainer
@@ -60,9 +60,9 @@ class Resampler:
         self.max_rounds = trainer.lab_settings.update.max_rounds or 4
 
     def select(self, first: Scored, score: Callable[[list[dict[str, Any]]], Scored]) -> Scored:
-        """``first`` with its dead groups replaced by live ones of further rounds, as far as ``max_rounds`` allows; as
-        it is where that is not asked for. ``score`` generates and scores the rows of one more batch; called on all
-        ranks alike."""
+        """Return ``first`` with its dead groups replaced by live ones of further rounds, up to ``max_rounds``; return
+        it unchanged if that is not asked for. ``score`` generates and scores the rows of one more batch. Every rank
+        calls this."""
         if self.trainer.lab_settings.update.dead_groups != "resample":
             return first
         if trl_bridge.is_multimodal(first.batch):
@@ -87,9 +87,9 @@ class Resampler:
         return self._assembled(rounds, chosen)
 
     def _live(self, rounds: list[Scored], chosen: list[int]) -> list[int]:
-        """Groups of the last round that the rule (or a team's hook) has something to teach from, counted over all
-        rounds. It is asked for advantages of what is kept, followed by that round: never on a group that was thrown
-        away before. A collective."""
+        """Return the groups of the last round to which the rule (or a team's hook) gives an advantage, numbered over
+        all rounds. The rule sees the kept groups followed by that round, never a group that was thrown away. A
+        collective."""
         trainer = self.trainer
         last = rounds[-1]
         size = self.group_size
@@ -117,13 +117,12 @@ class Resampler:
         return [first + group for group in live.nonzero().flatten().tolist()]
 
     def _rows(self, groups: list[int]) -> Tensor:
-        """Places of the groups' rows among those of all rounds."""
+        """Return the indices of the groups' rows among those of all rounds."""
         size = self.group_size
         return (torch.tensor(groups, dtype=torch.long).unsqueeze(1) * size + torch.arange(size)).flatten()
 
     def _draw(self, local: int, round_: int) -> list[dict[str, Any]]:
-        """Draw this rank's rows of a further batch: prompts without repetition, G times, groups contiguous over
-        ranks."""
+        """Draw this rank's rows of a further batch: each prompt G times, not repeated, groups contiguous over ranks."""
         trainer = self.trainer
         data = self.trainer.train_dataset
         groups = local * trainer.accelerator.num_processes // self.group_size
@@ -137,7 +136,7 @@ class Resampler:
         return [dict(data[indices[row // self.group_size]]) for row in range(first, first + local)]
 
     def _assembled(self, rounds: list[Scored], chosen: list[int]) -> Scored:
-        """Assemble this rank's share of the chosen groups, and the rewards of all of them."""
+        """Return this rank's share of the chosen groups, with the rewards of all of them."""
         trainer = self.trainer
         first = rounds[0]
         index = self._rows(chosen)

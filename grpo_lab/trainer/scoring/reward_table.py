@@ -1,9 +1,9 @@
-"""Rewards as TRL calls them: each checked, those of whole groups after the gather, steps kept, weights by schedule.
+"""Prepare rewards for TRL: check each, compute group rewards after the gather, keep step scores, schedule weights.
 
-In the reward table a step reward's column holds the mean of a completion's step scores, for the log; a rule that reads
+In the reward table a step reward's column holds the mean of a completion's step scores, for the log. A rule that reads
 steps (``advantages.process``) finds them in ``RewardTable.steps``. A schedule (``reward_schedules``) is a function of
-the optimizer step, logged as ``reward_weights/<name>``. It keeps no state: a resumed run has at step t the weight that
-the uninterrupted run had there.
+the optimizer step, logged as ``reward_weights/<name>``. It keeps no state: at step t a resumed run has the weight that
+an uninterrupted run has.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.verdict import checked_scores
 
-#: scores are compared with the resolution of float32, in which a larger one is infinite
+#: scores are kept in float32, in which a larger one is infinite
 LARGEST = torch.finfo(torch.float32).max
 
 
 def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
-    """Return what TRL should call in place of ``reward``: models as they are, the rest checked or put off.
-    ``keep_infinite``: an infinite value is handed on, to be found in the gathered table (``without_infinite``)."""
+    """Return what TRL should call in place of ``reward``: a model as it is, a group reward put off, others checked.
+    With ``keep_infinite`` an infinite value is passed on, to be found in the gathered table (``without_infinite``)."""
     if scope_of(reward) == "group":
 
         def put_off(prompts: list[Any], **_: Any) -> list[None]:
-            """The value comes after the gather."""
+            """Return None for each row; the values are computed after the gather."""
             return [None] * len(prompts)
 
         return put_off
@@ -68,7 +68,7 @@ class CheckedReward:
         return self.checked(self.reward(**inputs), len(inputs["completions"]))
 
     def checked(self, values: Any, expected: int) -> list[float | None]:
-        """Check a reward's values: one number or None per completion, or ``ValueError``."""
+        """Return a reward's values, one number or None per completion; raise ``ValueError`` for anything else."""
         who = f"reward function {self.__name__!r} (`reward_funcs`)"
         scores = checked_scores(values, expected, who, infinite=self.keep_infinite)
         self.not_numbers += sum(score != score for score in scores)
@@ -76,15 +76,15 @@ class CheckedReward:
 
 
 class CheckedCoroutine(CheckedReward):
-    """Checks an asynchronous reward in the same way."""
+    """Calls and checks an asynchronous reward in the same way."""
 
     async def __call__(self, **inputs: Any) -> list[float | None]:  # type: ignore[override]
         return self.checked(await self.reward(**inputs), len(inputs["completions"]))
 
 
 class StepCalled:
-    """Calls a step reward where TRL wants one number a completion, and keeps the steps. With ``keep_infinite`` an
-    infinite score stands for its completion; among the steps it is None."""
+    """Calls a step reward if TRL wants one number per completion, and keeps the steps. With ``keep_infinite`` an
+    infinite score becomes its completion's number; among the steps it is None."""
 
     def __init__(self, reward: StepReward, keep_infinite: bool = False) -> None:
         self.reward = reward
@@ -115,9 +115,9 @@ def _is_infinite(score: float | None) -> bool:
 
 
 def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: Any, kl: KLTerm | None = None) -> None:
-    """Step rewards and what reads them (a rule, or a hook) belong together; a reward that counts or reads tokens gets
-    the run's tokenizer. ``kl``: the one in the reward. ValueError: one without the other; a KL per completion and no
-    outcome that it could be taken from: a z-score of the KL alone is the same for every coefficient."""
+    """Give a reward that reads tokens the run's tokenizer. Raise ValueError if step rewards come without a rule or hook
+    that reads steps, or the reverse. Raise it, too, if a KL in the reward (``kl``) is per completion and there is no
+    outcome to take it from: a z-score of the KL alone is the same for every coefficient."""
     given = [reward for reward in reward_funcs if scope_of(reward) == "step"]
     for reward in reward_funcs:
         reads_tokens = scope_of(reward) == "step" or getattr(reward, "reads_tokens", False)
@@ -144,8 +144,7 @@ def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: A
 
 
 def gathered_steps(local: dict[int, list[StepScores]], group_size: int) -> dict[int, StepTable]:
-    """Gather each step reward's steps over all ranks, with the resolution of float32 that every reward has. A
-    collective."""
+    """Gather each step reward's steps over all ranks, rounded to float32 as every reward is. A collective."""
     tables = {}
     for column in sorted(local):
         table = StepTable.of(gather_object(local[column]), group_size)
@@ -154,9 +153,9 @@ def gathered_steps(local: dict[int, list[StepScores]], group_size: int) -> dict[
 
 
 def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | None, home: str) -> Tensor:
-    """``values`` ``[N, F]``, the same on every rank, with infinite ones as NaN (cannot be scored), and the batch marked
-    as bad; ``home``: what returned them, for the sentence (``"reward function {}"``). ValueError: without a guard. An
-    infinite reward poisons its whole group."""
+    """Return ``values`` ``[N, F]``, the same on every rank, with infinite ones as NaN (unscorable) and the batch marked
+    as bad. Without a guard (``faults``) raise ValueError: an infinite reward poisons its whole group. ``home`` says in
+    messages what returned them (``"reward function {}"``)."""
     infinite = values.isinf()
     for column in infinite.any(dim=0).nonzero().flatten().tolist():
         rows = infinite[:, column].nonzero().flatten().tolist()
@@ -178,9 +177,10 @@ def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | No
 
 
 def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any) -> Tensor:
-    """TRL's ``_calculate_rewards`` with each reward checked and group rewards completed after the gather, ``[N, F]``.
+    """Return TRL's ``_calculate_rewards``, ``[N, F]``, with each reward checked and group rewards added after the
+    gather.
 
-    NaN is None from every kind of reward, as in TRL; it is counted (of a model it is each in its column) and said,
+    NaN means None from every kind of reward, as in TRL. It is counted (for a model, each in its column) and reported,
     since it is rarely meant.
     """
     recorder = trainer.recorder
@@ -214,8 +214,8 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any
 
 
 def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-    """The table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave; every
-    rank computes the same. ``values``: ``[N, F]`` completion rewards, NaN in the columns of group rewards."""
+    """Return the table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave;
+    the same on every rank. ``values``: ``[N, F]`` completion rewards, NaN in the columns of group rewards."""
     table = values.tolist()
     size = trainer.current_group_size
     guarded = trainer.recorder.faults_in_training is not None
@@ -250,8 +250,8 @@ def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, 
 def _gathered_rows(
     trainer: StepPort, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], ids: list[list[int]]
 ) -> list[dict[str, Any]]:
-    """Gather what group rewards read of each row, over all ranks in rank order (the sampler's order: groups are
-    contiguous); ``completion`` as TRL has it."""
+    """Gather what group rewards read of each row, over all ranks in rank order (groups are then contiguous);
+    ``completion`` is as TRL has it."""
     skip = ("prompt", "completion", "completion_ids", "image", "images")
     truncated = truncated_rows(trainer, ids)
     environments = environments_for_groups(trainer, len(prompts))
@@ -274,8 +274,8 @@ def _gathered_rows(
 
 
 def environments_for_groups(trainer: StepPort, rows: int) -> list[Any]:
-    """Return this rank's environments where a group reward reads them, else None for each row. ValueError: a group may
-    lie on several ranks, and an environment cannot be sent from one to another."""
+    """Return this rank's environments if a group reward reads them, else None for each row. Raise ValueError if they
+    cannot be sent between ranks, on several of which a group may be."""
     readers = [reward for reward in trainer.reward_funcs if getattr(reward, "reads_environments", False)]
     if trainer.environments is None or not readers:
         return [None] * rows
@@ -292,13 +292,13 @@ def environments_for_groups(trainer: StepPort, rows: int) -> list[Any]:
 
 
 def truncated_rows(trainer: Numbers, completion_ids: list[list[int]]) -> list[bool]:
-    """A completion that does not end in an end (or pad) token was cut by the length limit; an empty one was not."""
+    """Return whether each completion was cut by the length limit: its last token is no end (or pad) token."""
     ends = trainer.end_token_ids
     return [len(ids) > 0 and int(ids[-1]) not in ends for ids in completion_ids]
 
 
 def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
-    """The column of the reward that measures correctness ``[N]``, NaN where it could not be scored."""
+    """Return the column ``[N]`` of the reward that measures correctness, NaN if unscorable; None without one."""
     column = correctness_column(reward_funcs)
     if column is None:
         return None
@@ -306,8 +306,8 @@ def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
 
 
 class WeightSchedules:
-    """Sets the trainer's ``reward_weights`` before every generation batch, and logs what is in force. ``ValueError``:
-    a schedule of no reward or of several, or a second weight for one."""
+    """Sets the trainer's ``reward_weights`` before every generation batch, and logs those in force. Raises
+    ``ValueError`` if a schedule is of no reward or of several, or if its reward has a second weight."""
 
     def __init__(self, trainer: StepPort, schedules: Mapping[str, Schedule]) -> None:
         names = list(trainer.reward_func_names)
@@ -334,7 +334,7 @@ class WeightSchedules:
         self._columns = {names.index(name): schedule for name, schedule in schedules.items()}
 
     def apply(self) -> None:
-        """The weights of the batch that is about to be generated; ``step`` = optimizer steps done."""
+        """Set and log the weights of the next generation batch, from the optimizer steps done so far."""
         trainer = self.trainer
         step = self.trainer.state.global_step
         logged = {column: schedule(step) for column, schedule in self._columns.items()}

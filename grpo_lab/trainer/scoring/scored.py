@@ -1,8 +1,8 @@
 """Score and record: the first and the last of the stages from completions to advantages.
 
-TRL has no seam between rewards and advantages. While its ``_generate_and_score_completions`` runs, its call of
-``self._calculate_rewards`` goes through ``Scoring``, so that the table behind advantages, metrics, sampler and
-resampling is what the *outermost* method returned: a team's, shaped, gated, normalised, or made without ``super()``.
+TRL has no hook between rewards and advantages. While its ``_generate_and_score_completions`` runs, ``Scoring``
+intercepts its call of ``self._calculate_rewards``. So advantages, metrics, sampler and resampling use what the
+*outermost* method returned: a team's, shaped, gated, normalised, or made without ``super()``.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from grpo_lab.trainer.step.log_probs import GenerationForwards
 
 
 class Scoring:
-    """Stands around TRL's ``_generate`` and ``_calculate_rewards``, and keeps what they gave."""
+    """Wraps TRL's ``_generate`` and ``_calculate_rewards``, and keeps what they returned."""
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
-        #: what the generation batch was scored with
+        #: the rewards of the generation batch
         self.seen: Rewarded | None = None
         self._made: list[int] | None = None
         self._keys: list[int] = []
 
     def generate(self, trls: Callable[[list[Any]], Any], prompts: list[Any]) -> Any:
-        """Count the tokens that the policy made, before TRL masks what was cut."""
+        """Call TRL's ``_generate``; count the tokens that the policy made, before TRL masks truncated completions."""
         generated = trls(prompts)
         prompt_ids, ids, tool_mask = generated[:3]
         if tool_mask is None:
@@ -59,7 +59,7 @@ class Scoring:
     def reward(
         self, trls: Callable[..., Any], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> Tensor:
-        """Keep the table that the outermost ``_calculate_rewards`` has made, with what else is known of its rows."""
+        """Call the outermost ``_calculate_rewards``; keep its table and facts on the rows; return the table."""
         trainer = self._trainer
         faults = self._trainer.recorder.faults_in_training
         trainer.step_scores = {}
@@ -96,10 +96,10 @@ class Scoring:
 def without_faulty(
     logprobs: list[list[float | None]] | None, sampled: list[list[int]] | None, faults: Faults | None
 ) -> None:
-    """Log-probs ``[completion][token]`` that are NaN or infinite become None, which TRL weighs with 1; the batch is
-    marked as bad. ``sampled``: TRL's ``tool_mask``: 0 where a token was put in (a tool's answer, the end of a thinking
-    budget, whose log-probs are NaN). EngineFault: in an evaluation (``faults`` is None), where there is no step to
-    leave out."""
+    """Replace log-probs ``[completion][token]`` that are NaN or infinite by None, which TRL weights with 1, and mark
+    the batch as bad. ``sampled`` is TRL's ``tool_mask``, 0 for an inserted token (a tool's answer, the end of a
+    thinking budget, whose log-probs are NaN). Raise EngineFault in an evaluation (``faults`` is None), which has no
+    step to leave out."""
     for row, of_tokens in enumerate(logprobs or []):
         made = [1] * len(of_tokens) if sampled is None else sampled[row]
         numbers = [(token, value) for token, value in enumerate(of_tokens) if made[token] and value is not None]
@@ -115,7 +115,7 @@ def without_faulty(
 
 
 def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any) -> Scored:
-    """Run TRL's generation: completions and rewards, and which of its forwards were replaced or put off."""
+    """Run TRL's generation; return completions and rewards, and which of TRL's forwards were replaced or put off."""
     forwards = GenerationForwards.of(trainer)
     found = Scoring(trainer)
     with (
@@ -144,7 +144,7 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
 
 
 def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
-    """Groups alike, lengths, correctness of all that was generated into the book; many cut ones are said once."""
+    """Log dead groups, lengths and correctness of all that was generated; warn once if many were truncated."""
     table = rewarded.table
     recorder = trainer.recorder
     correct = correctness(table, trainer.reward_funcs)
@@ -161,8 +161,8 @@ def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
 
 
 def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch that goes to the buffer; how the sampler correction goes with length, of the rows that stay; for
-    ``token_weights_every`` the quarter of each length, and the pass rate of each group."""
+    """Return the batch for the buffer, with policy versions and, for ``token_weights_every``, length quarters and pass
+    rates. Log how the sampler correction depends on length, over the selected rows."""
     scored.forwards.mark(batch)
     carried = Carried(batch)
     rows = batch["prompt_ids"].size(0)

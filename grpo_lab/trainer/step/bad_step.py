@@ -1,10 +1,10 @@
-"""The batch of an optimizer step that was left out, kept for a look: safetensors a rank, and the facts in JSON.
+"""Keep the batch of an optimizer step that was left out, for inspection: safetensors per rank, and the facts in JSON.
 
     <output_dir>/bad_steps/step-000012/facts.json
                                        rank-0.safetensors, …
 
-Bounded: the first ``MOST_STEPS`` of a run's folder, ``MOST_ROWS`` rows of each rank and ``MOST_BYTES`` at most, those
-with something that is not finite first. Whatever cannot be written is said, and the run goes on.
+Bounded: the first ``MOST_STEPS`` of a run's folder, and at most ``MOST_ROWS`` rows and ``MOST_BYTES`` of each rank.
+Rows with something that is not finite come first. If writing fails, that is reported and the run goes on.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FOLDER, FACTS = "bad_steps", "facts.json"
 MOST_STEPS = 8
 MOST_ROWS = 32
 MOST_BYTES = 64 * 2**20
-#: NaN in it means "nothing to learn"
+#: fields in which NaN means "nothing to learn"
 NAN_IS_MEANT = (f"{OURS}returns",)
 
 
 def keep_bad_step(trainer: UpdatePort, faults: Faults, facts: dict[str, Any]) -> str | None:
-    """Write the step's batch; called on every rank, which all reach it → a sentence that says where, or None.
+    """Write the step's batch; return a sentence that says where, or None if the limit is reached. Called on every rank.
     ``facts``: what was seen, for ``facts.json``."""
     place = Path(trainer.args.output_dir) / FOLDER / f"step-{facts['step']:06d}"
     rank = trainer.accelerator.process_index
@@ -62,9 +62,9 @@ def keep_bad_step(trainer: UpdatePort, faults: Faults, facts: dict[str, Any]) ->
 def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
     """Read what ``keep_bad_step`` wrote: the facts, and each rank's tensors, ``<field>`` ``[rows, …]``.
 
-    ``facts["of_rank"][r]["rows"][i]`` says of row i of rank r: its micro-batch, its row there, which fields
-    (``rewards``, too) are not finite, how many tokens prompt and completion have, its rewards (in the order of
-    ``facts["rewards"]``; None where they are not known).
+    ``facts["of_rank"][r]["rows"][i]`` describes row i of rank r: its micro-batch, its row there, which fields
+    (``rewards``, too) are not finite, how many tokens prompt and completion have, and its rewards (in the order of
+    ``facts["rewards"]``; None if they are not known).
     """
     place = Path(folder)
     facts = read_record(place / FACTS, {"ranks": int, "of_rank": list})
@@ -72,14 +72,14 @@ def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Te
 
 
 def _chosen(faults: Faults) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Facts of each row that is kept, and the rows' tensors ``[rows, …]``; shorter rows get zeros behind."""
+    """Return the facts of each row that is kept, and the rows' tensors ``[rows, …]``, padded with zeros at the end."""
     batches = [
         {name: value for name, value in row_tensors(batch).items() if name not in MULTIMODAL_FIELDS}
         for batch in faults.step
     ]
     places = [(number, row) for number, batch in enumerate(batches) for row in range(batch["prompt_ids"].size(0))]
     rows = [_row(faults, batches[number], number, row) for number, row in places]
-    rows.sort(key=lambda row: not row["not_finite"])  # stable: in order beside that
+    rows.sort(key=lambda row: not row["not_finite"])  # stable: else the order stays
     width = sum(value[0].nbytes for batch in batches for value in batch.values()) // max(len(batches), 1)
     rows = rows[: max(1, min(MOST_ROWS, MOST_BYTES // max(width, 1)))]
     tensors = {}

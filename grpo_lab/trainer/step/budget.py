@@ -6,16 +6,16 @@
                  one number for all ranks, the least of theirs, from the next generation batch on (the old log-probs of
                  a batch are made in the bins of its steps)
 
-Measured is one bin of the first optimizer step that is taken: the second, since with the first one gradients come, too;
-the only one of a step that has no second. What its forward and backward add at their peak, by its tokens, is what a
-token takes. Free is what the device and its allocator have left after that step, when the optimizer's state is there,
-less the gradients, of which ``SHARE`` is used. A bin that runs out of memory all the same halves the number
-(``step.out_of_memory``). A checkpoint holds it, so that a resumed run plans as the run would have.
+One bin of the first optimizer step that is taken is measured: the largest after the first, since the first also makes
+the gradients; or the only one. What its forward and backward add at their peak, divided by its tokens, is the memory of
+a token. Free memory is what device and allocator have left after that step, with the optimizer's state, less the
+gradients; ``SHARE`` of it is used. A bin that still runs out of memory halves the number (``step.out_of_memory``). A
+checkpoint holds the number, so that a resumed run plans the same bins.
 
-One more forward costs more where its kernels are launched one by one than on a CPU: with the measured number bins are
-planned with ``LAUNCHES`` tokens for it, so that a step of some 10⁴ tokens is one to three forwards where they fit.
+One more forward costs more if its kernels are launched one by one than on a CPU. So with the measured number, bins are
+planned with ``LAUNCHES`` tokens for it: a step of some 10⁴ tokens is one to three forwards, if they fit.
 
-A device without memory statistics (a CPU) has nothing to measure: there ``auto`` is the stock micro-batch's footprint.
+A device without memory statistics (a CPU) has nothing to measure: there ``auto`` is the stock micro-batch's size.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.update import DEFAULT_OVERHEAD_TOKENS
 
-#: of the free memory: the allocator cuts it into pieces, and longer rows may take more a token
+#: used share of the free memory: the allocator fragments it, and longer rows may take more per token
 SHARE = 0.8
-#: what launching one more forward and backward takes, in tokens: some 0.1 s, in which a GPU computes 1,000 (7B) to
-#: 16,000 (0.5B). Written, not measured.
+#: cost of launching one more forward and backward, in tokens: some 0.1 s, in which a GPU computes 1,000 (7B) to
+#: 16,000 (0.5B). Chosen, not measured.
 LAUNCHES = 2048
-#: moments of AdamW
+#: moments per weight of AdamW
 MOMENTS = 2
 UNKNOWN = 2**62
 
 
 class DeviceMemory:
-    """Reads what a device's allocator says of its bytes; the host keeps these books, and nothing waits for the
-    device."""
+    """Reads a device allocator's statistics, in bytes. The host keeps them, so nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,7 +53,7 @@ class DeviceMemory:
 
     @staticmethod
     def of(device: torch.device) -> DeviceMemory | None:
-        """Make one for a device; None: the device has no such statistics."""
+        """Return an instance for ``device``, or None if it has no such statistics."""
         if not hasattr(torch.get_device_module(device), "mem_get_info"):
             return None
         return DeviceMemory(device)
@@ -63,19 +62,19 @@ class DeviceMemory:
         return int(self._module.memory_allocated(self._device))
 
     def peak(self) -> int:
-        """The most that was taken since ``forget_peak``."""
+        """Return the most that was allocated since ``forget_peak``."""
         return int(self._module.max_memory_allocated(self._device))
 
     def forget_peak(self) -> None:
         self._module.reset_peak_memory_stats(self._device)
 
     def free(self) -> int:
-        """Bytes that are free on the device and in the allocator's own unused pieces."""
+        """Return the bytes that are free on the device or unused in its allocator."""
         held = self._module.memory_reserved(self._device) - self.taken()
         return int(self._module.mem_get_info(self._device)[0]) + int(held)
 
     def give_back(self) -> None:
-        """Unused pieces go back to the device: what they were cut into is no use to bins of another size."""
+        """Return the allocator's unused pieces to the device: bins of another size could not use them."""
         self._module.empty_cache()
 
 
@@ -85,9 +84,9 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
 
     Attributes:
         asked: the setting ``update.max_tokens``.
-        tokens: the number in force with ``auto``. None: that of the stock micro-batch, until there is a measured one,
-            or for good where memory cannot be measured.
-        memory: reads the device's memory for ``auto``; None: not ``auto``, or the device has no memory statistics.
+        tokens: the number in force with ``auto``. None means that of the stock micro-batch: until one is measured, or
+            for good if memory cannot be measured.
+        memory: reads the device's memory for ``auto``; None if not ``auto``, or without memory statistics.
     """
 
     holds = "with `update.max_tokens: auto` the tokens of a forward, so that the resumed run has the same bins"
@@ -103,9 +102,9 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
 
     def _forget(self) -> None:
         self.tokens: int | None = None
-        self._measured: int | None = None  # until the generation batch ends
-        self._bins: list[tuple[int, int]] = []  # of the step at hand: tokens, bytes that they took
-        self._open: tuple[int, int] | None = None  # of the bin at hand: tokens, bytes that were taken before it
+        self._measured: int | None = None  # comes into force when the generation batch ends
+        self._bins: list[tuple[int, int]] = []  # bins of the current step: tokens, bytes that they took
+        self._open: tuple[int, int] | None = None  # current bin: its tokens, bytes allocated before it
         self._taken = True
 
     @property
@@ -114,13 +113,13 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
 
     @property
     def number(self) -> int | None:
-        """The budget in force, in tokens; None: the stock micro-batch's footprint."""
+        """Budget in force, in tokens; None means the size of the stock micro-batch."""
         if self.is_auto:
             return self.tokens
         return self.asked
 
     def of(self, footprint: int) -> int:
-        """Tokens of a forward; ``footprint``: those of the stock micro-batch."""
+        """Return the tokens of a forward; ``footprint``: those of the stock micro-batch."""
         return self.number or footprint
 
     @property
@@ -132,13 +131,13 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         return DEFAULT_OVERHEAD_TOKENS
 
     def described(self) -> dict[str, Any]:
-        """Describe the budget for ``run.json``: with ``auto`` the number in force."""
+        """Return the number in force with ``auto``, for ``run.json``."""
         if not self.is_auto:
             return {}
         return {"max_tokens": self.tokens or "auto: as a stock micro-batch"}
 
     def bin_begins(self, tokens: int) -> None:
-        """A bin of so many tokens (0: a stand-in) is about to be computed, and the one before it is done."""
+        """Note that a bin of ``tokens`` tokens (0: a stand-in) is about to be computed, and the one before is done."""
         self._bin_ends()
         if self.memory is not None and self.tokens is None and tokens > 0:
             self.memory.forget_peak()
@@ -151,7 +150,7 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         self._open = None
 
     def halve(self, tokens: int) -> None:
-        """A bin of so many tokens did not fit; every rank says the same of it."""
+        """Halve the budget: a bin of ``tokens`` tokens did not fit. Every rank calls this with the same number."""
         self.tokens = max(1, tokens // 2)
         self._open = None
         self._bins = []
@@ -178,10 +177,10 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         self._bin_ends()
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._taken = not self._trainer.accelerator.optimizer_step_was_skipped  # the guard takes the mark back after it
+        self._taken = not self._trainer.accelerator.optimizer_step_was_skipped  # the guard resets this flag later
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """A collective, until the number is known."""
+        """Measure the budget. A collective, until the number is known."""
         bins = self._bins
         self._bins = []
         if self.memory is None or self.tokens is not None:
@@ -198,7 +197,7 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
             self._say(f"{self.tokens} tokens a forward from here on, by the memory that the first step left free")
 
     def _fits(self, memory: DeviceMemory, bins: list[tuple[int, int]]) -> int:
-        """Tokens that this rank has memory for; never fewer than what has just fit. ``UNKNOWN``: it had stand-ins."""
+        """Return the tokens that this rank has memory for, at least what just fit; ``UNKNOWN`` without a bin."""
         if not bins:
             return UNKNOWN
         tokens, bytes_taken = max(bins[1:] or bins)
@@ -209,20 +208,20 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         self._trainer.recorder.say(f"`update.max_tokens: auto`: {what}")
 
     def save(self, _folder: Path) -> dict[str, int | None] | None:
-        """Checkpoint entry; None where there is nothing to go on with."""
+        """Return the checkpoint entry, or None if there is nothing to save."""
         if not self.is_auto or (self.tokens is None and self._measured is None):
             return None
         return {"tokens": self.tokens, "measured": self._measured}
 
     def load(self, saved: SavedState | None) -> None:
-        """Go on with what ``save`` said."""
+        """Restore what ``save`` returned."""
         self._loaded = {}
         if saved is not None and self.is_auto:
             self._loaded = saved.entry("budget", _checked, "the number is then measured anew") or {}
 
 
 def to_come(model: nn.Module, optimizer: Any) -> int:
-    """Bytes, on this rank, of gradients and of the optimizer's state that are not there."""
+    """Return the bytes, on this rank, of gradients and optimizer state that are not allocated yet."""
     states = optimizer.state
     stateful = any(states.values())
     missing = 0

@@ -1,8 +1,8 @@
-"""The exact update: TRL's gradient from the live rows only, in bins without padding.
+"""The exact update: compute TRL's gradient from the live rows only (those with an advantage), in bins without padding.
 
-HF's loop calls ``compute_loss`` once per micro-batch. Here the first micro-batches of an optimizer step are only put
-aside (their loss is a constant 0); with the last one all rows of the step are planned, forwarded and backwarded in
-bins, and the last bin's loss is handed back, so that HF itself runs the backward that synchronises gradients.
+HF's loop calls ``compute_loss`` once per micro-batch. Here all micro-batches of an optimizer step but the last are only
+put aside (their loss is a constant 0). With the last one, all rows of the step are planned, and forward and backward
+run in bins. The last bin's loss is returned, so that HF itself runs the backward that synchronises gradients.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from grpo_lab.update import Plan, plan_update
 
 
 class ExactUpdate:
-    """The exact update, one per trainer; holds the micro-batches of the optimizer step that is being collected."""
+    """Computes the exact update, one per trainer; holds the micro-batches of the step that is being collected."""
 
     def __init__(self, trainer: StepPort) -> None:
         self.trainer = trainer
@@ -53,23 +53,23 @@ class ExactUpdate:
         self.budget = ForwardBudget(trainer)
         self._under_way: tuple[int, int] | None = None  # tokens and rows of the bin that is being computed
         self._window: list[dict[str, Any]] = []
-        self._step: UpdateVerdict | None = None  # what holds for the optimizer step that is being collected
+        self._step: UpdateVerdict | None = None  # how the optimizer step that is being collected is computed
         self._old = OldPolicy(trainer, self.log_probs_of)
         self.prompts = SharedPrompts(trainer)
 
     def described(self) -> dict[str, Any]:
-        """Describe how the steps are computed and why, for the run's record."""
+        """Return how the steps are computed and why, for the run's record."""
         return self.record.described(self.verdict.so_far()) | self.prompts.described() | self.budget.described()
 
     def forget(self) -> None:
-        """Drop the micro-batches of a step that was not finished, and ask anew what may be done exactly."""
+        """Drop the micro-batches of an unfinished step, and decide anew what can be computed exactly."""
         self._window = []
         self._step = None
         self.verdict.forget()
 
     def loss(self, model: nn.Module, inputs: dict[str, Any], trls: Callable[[], Tensor]) -> Tensor:
-        """The loss that HF should run the next backward on (a constant 0 while the step is being collected). ``trls``:
-        TRL's ``compute_loss`` of this micro-batch, which asks ``_compute_loss``, a team's or ours."""
+        """Return the loss on which HF should run the next backward (a constant 0 while the step is being collected).
+        ``trls``: TRL's ``compute_loss`` of this micro-batch, which calls ``_compute_loss``, a team's or ours."""
         found = self._step or self.verdict.now()
         last = bool(self.trainer.accelerator.sync_gradients)
         self._step = None if last else found
@@ -78,7 +78,7 @@ class ExactUpdate:
             if last:
                 self._old.before_update_in_trls_batches()
             loss = trls()
-            self.record.as_trl(inputs, found, self.budget.number)  # settles metrics: last
+            self.record.as_trl(inputs, found, self.budget.number)  # reduces metrics, so it is last
             return loss
         if is_multimodal(inputs):
             raise RuntimeError("this batch carries images and `train_dataset` announced none: set `update: off`")
@@ -90,7 +90,7 @@ class ExactUpdate:
         return self._run(model, window, found)
 
     def _run(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor:
-        """The step's bins; with ``update.max_tokens: auto`` smaller ones as often as one runs out of memory."""
+        """Compute the step's bins. With ``update.max_tokens: auto``, plan smaller ones if one runs out of memory."""
         if not can_plan_anew(self.trainer):
             loss = self._attempt(model, window, found)
             assert isinstance(loss, Tensor)  # what does not fit is an error
@@ -98,7 +98,7 @@ class ExactUpdate:
         before = StepBefore(self.trainer, model, self.weights, window)
         while isinstance(loss := self._attempt(model, window, found), TooLarge):
             if loss.rows == 1:
-                self._under_way = None  # it is in words already
+                self._under_way = None  # the error below needs no second message
                 raise loss.error(self.budget.asked, self.trainer.accelerator.distributed_type.value)
             before.come_back(loss)
             self.budget.halve(loss.tokens)
@@ -132,8 +132,9 @@ class ExactUpdate:
     def _computed(
         self, model: nn.Module, rows: Exchange, denominators: Denominators, kept: Collected | None
     ) -> tuple[TokenBatch, Tensor] | TooLarge:
-        """The last bin's batch, and what HF is to run the backward on that brings the ranks' gradients together: the
-        last bin's loss; where a step may be planned anew nothing that needs memory, after all bins are done."""
+        """Compute the bins; return the last bin's batch and the loss for HF's backward, which synchronises gradients.
+        That is the last bin's loss. If a step may be planned anew, all bins are done first, and that loss needs no
+        memory."""
         if not can_plan_anew(self.trainer):
             done = self._backwards(model, rows, rows.bins[:-1], denominators, kept)[0]
             batch, loss = self._forward(model, rows, rows.bins[-1], denominators, kept)
@@ -158,7 +159,7 @@ class ExactUpdate:
         self, model: nn.Module, rows: Exchange, bins: list[list[int]], denominators: Denominators,
         kept: Collected | None,
     ) -> tuple[Tensor, TokenBatch | None]:  # fmt: skip
-        """Forward and backward of some bins, whose gradients stay on their rank: the sum of losses, the last batch."""
+        """Run forward and backward of some bins, without gradient sync; return the sum of losses and the last batch."""
         done = torch.zeros((), device=self.trainer.accelerator.device)
         batch: TokenBatch | None = None
         for places in bins:
@@ -183,21 +184,21 @@ class ExactUpdate:
         return batch, loss
 
     def _too_large(self, error: torch.OutOfMemoryError) -> TooLarge:
-        """The bin under way."""
+        """Return the current bin as too large, with torch's message."""
         assert self._under_way is not None
         return TooLarge(*self._under_way, str(error))
 
     def attention(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Context around HF's training step: attention that takes bins of any shape, also where a backward computes
-        checkpointed layers again; TRL's own where ``update`` is off."""
+        """Return a context around HF's training step with attention that takes bins of any shape, also if a backward
+        computes checkpointed layers again. If ``update`` is off, TRL's own attention stays."""
         if self.trainer.lab_settings.update.is_off:
             return contextlib.nullcontext()
         return trl_bridge.of_any_shape(device)
 
     @contextlib.contextmanager
     def memory_in_words(self) -> Iterator[None]:
-        """Context around HF's training step, which runs the last bin's backward: a bin that does not fit is a
-        sentence."""
+        """Return a context around HF's training step, which runs the last bin's backward; if a bin does not fit, the
+        error says what to set."""
         self._under_way = None
         try:
             yield
@@ -210,8 +211,8 @@ class ExactUpdate:
             self._under_way = None
 
     def _exchanged(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[int, Plan, Exchange]:
-        """Token budget (where none is set: of TRL's largest micro-batch, so that memory does not rise), plan and this
-        rank's rows of the optimizer step of these micro-batches. Collectives."""
+        """Return the token budget, the plan and this rank's rows of the optimizer step of these micro-batches. If no
+        budget is set, it is TRL's largest micro-batch, so that memory does not rise. Collectives."""
         with host(PLANNING):
             return self._planned(window, found)
 
@@ -239,7 +240,7 @@ class ExactUpdate:
 
     @torch.no_grad()
     def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[Collected, Exchange]:
-        """The policy's log-probs of an optimizer step to come, in the bins that it will have."""
+        """Return the policy's log-probs of a later optimizer step, in the bins that it will have, and its rows."""
         kept, (_, _, rows) = Collected(), self._exchanged(window, found)
         for places, part, scored, _ in self._without_gradient(rows):
             if places:
@@ -248,8 +249,7 @@ class ExactUpdate:
 
     @torch.no_grad()
     def _record_entropy(self, window: list[dict[str, Any]], found: UpdateVerdict, denominators: Denominators) -> None:
-        """Record the entropy of all rows: stock TRL logs ``entropy`` of a step without a live row, too, and so does a
-        drop-in."""
+        """Record the entropy of all rows, as stock TRL does: for a drop-in's step without a live row."""
         _, _, rows = self._exchanged(with_same_fields(window), replace(found, all_rows="entropy"))
         for _, part, _, entropies in self._without_gradient(rows):
             assert entropies is not None  # the policy's head makes them
@@ -258,7 +258,7 @@ class ExactUpdate:
             self.trainer.recorder.book("train").add_tokens("entropy", values, part.loss_mask, origin)
 
     def _without_gradient(self, rows: Exchange) -> Iterator[tuple[list[int], Bin, Tensor, Tensor | None]]:
-        """Rows of each bin, the bin, log-probs and entropies of its tokens."""
+        """Yield, for each bin, its rows, the bin, and log-probs and entropies of its tokens."""
         with trl_bridge.without_checkpointing(self.trainer.model, self.trainer.args):
             for places in rows.bins:
                 part = self._bin(rows, places)
@@ -293,7 +293,7 @@ class ExactUpdate:
         return Origin(micro_batch, int(denominators.micro_batches), self.trainer.phase.every)
 
     def _record_skipped(self, plan: Plan, numbers: RowNumbers, batch: TokenBatch, denominators: Denominators) -> None:
-        """Rows left out still count in means that are 0 for them; one rank speaks for all."""
+        """Count skipped rows in means that are 0 for them; only one rank adds them."""
         skipped = torch.ones(len(numbers), dtype=torch.bool)
         skipped[[row for rank in plan.bins for rows in rank for row in rows]] = False
         skipped = skipped.to(numbers.scored.device) & (self.trainer.accelerator.process_index == 0)
@@ -303,5 +303,5 @@ class ExactUpdate:
 
 
 def _of_completions(values: Tensor, rows: Bin) -> Tensor:
-    """``[n, T]`` of a bin's forward ``[n, L - 1]``, 0 beyond a completion."""
+    """Return the completion tokens' values ``[n, T]`` of a bin's forward ``[n, L - 1]``, 0 beyond a completion."""
     return values.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)

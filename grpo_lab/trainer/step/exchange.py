@@ -1,8 +1,8 @@
-"""Rows of an optimizer step, brought to the ranks that the plan puts them on; what is made of them, brought home.
+"""Send the rows of an optimizer step to the ranks that the plan assigns them to, and send results back.
 
-Only rows that move travel, as wide as the bin that they go to: one message of bytes for each pair of ranks, whatever
-the types and widths, without a header, since the plan and the widths are the same everywhere. Where nothing moves, no
-collective is called. One rank: nothing is copied. gloo and NCCL alike.
+Only rows that move are sent, as wide as the bin that they go to. Each pair of ranks exchanges one message of bytes,
+whatever the types and widths. It needs no header, since the plan and the widths are the same everywhere. If nothing
+moves, no collective is called. With one rank nothing is copied. gloo and NCCL alike.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, Routes
 
 Ints = NDArray[np.int64]
-#: for each of a rank's bins its rows and numbers of their tokens ``[rows, t]``, 0 beyond a completion
+#: for each of a rank's bins: its rows, and a number per token of them ``[rows, t]``, 0 beyond a completion
 Collected = list[tuple[list[int], Tensor]]
-#: types on the way where they need fewer bytes than in memory: token ids are below 2³¹, masks are 0 or 1
+#: types for sending, if they need fewer bytes than in memory: token ids are below 2³¹, masks are 0 or 1
 _ON_THE_WAY = {
     **dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32),
     **dict.fromkeys(("completion_mask", "tool_mask"), torch.uint8),
@@ -32,11 +32,11 @@ _OFFSET = "offset of the row"  # ``RowTable.offset`` beside the fields
 
 
 class Exchange:
-    """The rows of one optimizer step (or of one to come) that this rank computes.
+    """The rows of one optimizer step (or of a later one) that this rank computes.
 
     Args:
-        local: the rows that were generated here; ``held`` takes its place, and what left is freed with it.
-        numbers: what is known of all rows.
+        local: the rows that were generated here; ``held`` replaces it, and rows that left are freed with it.
+        numbers: facts about all rows.
         plan: which rank computes which of them.
     """
 
@@ -65,12 +65,12 @@ class Exchange:
         self.held.prepared()
         here = [self._here(rows) for rows in self.bins]
         sent = on_device([*self.bins, *here], self._device)
-        #: of the rows of each bin, on the device: their numbers of all, and their places in ``held``
+        #: for the rows of each bin, on the device: their numbers among all rows, and their places in ``held``
         self._sent = dict(zip(map(tuple, self.bins), zip(sent, sent[len(here) :], strict=False), strict=True))
 
     def bin(self, rows: list[int], limit: int | None = None) -> Bin:
-        """Rows of the step that this rank holds, as one forward (``RowTable.bin``); those of a bin of the plan without
-        a wait for the device."""
+        """Return rows that this rank holds as one forward (``RowTable.bin``). For a bin of the plan, the host does not
+        wait for the device."""
         numbers, places = self._sent.get(tuple(rows)) or on_device([rows, self._here(rows)], self._device)
         found = self.held.bin(self._here(rows), limit, self._shared, places)
         slots = self.numbers.micro_batch[numbers]
@@ -78,7 +78,7 @@ class Exchange:
         return replace(found, micro_batch=slots, token_count=counts)
 
     def tokens(self, rows: list[int]) -> int:
-        """Tokens that the plan counts for a bin; 0 for a stand-in."""
+        """Return the tokens that the plan counts for a bin; 0 for a stand-in."""
         if not rows:
             return 0
         numbers = self.numbers
@@ -90,13 +90,13 @@ class Exchange:
         return sum(each.values()) + int(numbers.scored_lengths[rows].sum())
 
     def _here(self, rows: list[int]) -> list[int]:
-        """Places of rows in ``held``."""
+        """Return the places of rows in ``held``."""
         if self._places is None:
             return rows
         return [self._places[row] for row in rows]
 
     def _brought(self, local: RowTable, routes: Routes) -> RowTable:
-        """The rows that the plan puts here, or one for the stand-in. A collective if any row moves."""
+        """Return the rows that the plan assigns to this rank, or one for a stand-in. A collective if any row moves."""
         stay = routes.rows[(routes.homes == self._rank) & (routes.ranks == self._rank)]
         if stay.size + self._arriving.rows.size == 0:
             stay = np.asarray([self._first])
@@ -133,8 +133,8 @@ class Exchange:
         return self.numbers.widths[name]
 
     def _lengths(self, name: str, dims: int, routes: Routes) -> Ints:
-        """``[rows]``: how many numbers of a field travel with each row. No prompt padding; a field per token is as wide
-        as the bin that the row goes to, or less."""
+        """Return ``[rows]``: how many numbers of a field are sent for each row. Prompt padding is not sent; a field per
+        token is at most as wide as the bin that the row goes to."""
         if dims == 1:
             return np.ones_like(routes.rows)
         if name == "prompt_ids":
@@ -145,7 +145,7 @@ class Exchange:
         return padded
 
     def _swapped(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Fields of the rows that arrive, each as wide as its widest."""
+        """Send the leaving rows; return the fields of the arriving ones, each as wide as its widest row."""
         leaving = torch.as_tensor(self._leaving.rows - self._first, device=self._device)
         columns = []
         expected = []
@@ -168,8 +168,8 @@ class Exchange:
         return came
 
     def home(self, made: Collected, on_the_way: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Numbers per token of the rows that were computed, to the ranks that generated the rows: ``[n, T]``, 0 where
-        no bin held one, and bool ``[n, 1]``, where one did. A collective if any moved; ``on_the_way`` is their type
+        """Send numbers per token back to the ranks that generated the rows. Return them as ``[n, T]``, 0 where no bin
+        held the row, and bool ``[n, 1]``: whether one did. A collective if any row moved. ``on_the_way`` is their type
         between several ranks, the same on all (a rank may have made none)."""
         dtype = on_the_way
         if made and self._ranks == 1:
@@ -200,12 +200,13 @@ class Exchange:
     def _exchanged(
         self, sent: list[tuple[Tensor, Ints]], to: Ints, expected: list[tuple[torch.dtype, Ints]], origins: Ints
     ) -> list[Tensor]:
-        """Fields of other ranks' rows for those of this rank's. A collective.
+        """Swap fields of this rank's leaving rows for those of arriving rows. A collective.
 
         Args:
-            sent: field by field, 1-D and in the order of the rows, with how many numbers each row has.
-            to: the rank that each row goes to, ascending; ``origins``: those of the rows that come.
-            expected: of the fields that come their type, and how many numbers each row has.
+            sent: for each field its values, 1-D in the order of the rows, and how many numbers each row has.
+            to: the rank that each leaving row goes to, ascending.
+            expected: for each arriving field its type, and how many numbers each row has.
+            origins: the rank that each arriving row comes from, ascending.
         """
         leaving = _bytes([(values.element_size(), lengths) for values, lengths in sent], to, self._ranks)
         arriving = _bytes([(kind.itemsize, lengths) for kind, lengths in expected], origins, self._ranks)
@@ -231,7 +232,7 @@ class Exchange:
 
 
 def _bytes(fields: list[tuple[int, Ints]], ranks: Ints, num_ranks: int) -> Ints:
-    """``[fields, num_ranks]``: bytes of each field in the message of each rank."""
+    """Return ``[fields, num_ranks]``: bytes of each field in the message of each rank."""
     found = np.zeros((len(fields), num_ranks), dtype=np.int64)
     for place, (size, lengths) in enumerate(fields):
         np.add.at(found[place], ranks, lengths * size)
@@ -239,7 +240,7 @@ def _bytes(fields: list[tuple[int, Ints]], ranks: Ints, num_ranks: int) -> Ints:
 
 
 def _within(lengths: Ints, width: int, device: Any, on_the_right: bool) -> Tensor:
-    """bool ``[rows, width]``: the first (or last) ``lengths`` places."""
+    """Return bool ``[rows, width]``: True at the first (or last) ``lengths`` places."""
     size = torch.as_tensor(lengths, device=device).unsqueeze(1)
     steps = torch.arange(width, device=device)
     if on_the_right:
@@ -248,7 +249,7 @@ def _within(lengths: Ints, width: int, device: Any, on_the_right: bool) -> Tenso
 
 
 def _laid_out(name: str, flat: Tensor, lengths: Ints, further: tuple[int, ...]) -> Tensor:
-    """``[rows, longest, …]`` of the rows' numbers one after the other."""
+    """Return ``[rows, longest, …]`` from the rows' numbers, which are given one after the other."""
     width = 0
     if lengths.size:
         width = int(lengths.max())

@@ -6,9 +6,9 @@
     log_prob    the engine's log-prob of a sampled token is NaN or infinite (None: not scored, as in TRL)
     advantage   what the rule made of finite rewards is not finite
 
-The last three are of a generation batch: all steps on it are left out. HF's loop computes the norm just before the
-optimizer's step; there the ranks agree (one small gather where there are several, one scalar read), and the optimizer's
-next ``step`` does nothing: weights, moments and learning-rate schedule stay, gradients are dropped. A step whose
+The last three concern a generation batch: all steps on it are left out. HF's loop computes the norm just before the
+optimizer's step. There the ranks agree (one small gather if there are several, one scalar read). The optimizer's next
+``step`` then does nothing: weights, moments and learning-rate schedule stay, and gradients are dropped. A step whose
 numbers are finite is not touched.
 """
 
@@ -35,14 +35,15 @@ KINDS = (*OF_STEP, *OF_BATCH)
 
 
 class NumbersGuard(TrainerCallback):  # type: ignore[misc]
-    """Leaves out steps with a number that is not finite. One per trainer; does nothing where ``guard`` is not in force
+    """Leaves out steps with a number that is not finite. One per trainer; does nothing if ``guard`` is not in force
     (``faults`` is None).
 
     Attributes:
-        in_a_row: bad steps since the last that was taken; a bad generation batch counts once.
-        taken: the last optimizer step that was.
+        in_a_row: bad steps since the last one that was taken; a bad generation batch counts once.
+        taken: number of the last optimizer step that was taken.
 
-    ValueError: ``guard`` is asked for with DeepSpeed, whose engine steps inside the backward.
+    Raises:
+        ValueError: if ``guard`` is asked for with DeepSpeed, whose engine steps inside the backward.
     """
 
     holds = "once `guard` left a step out: how many in a row, the last good step, whether the open batch is bad"
@@ -72,7 +73,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._left_out, self._finite_at = False, 0
 
     def watch_loss(self, loss: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Note whether a micro-batch's loss is finite, and return it as it is; nothing is read from the device."""
+        """Note whether a micro-batch's loss is finite, and return it unchanged; nothing is read from the device."""
         if self.faults is not None:
             self.faults.trained_on(inputs)
             bad = ~loss.detach().isfinite().all()
@@ -83,13 +84,13 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return loss
 
     def before_generation(self) -> None:
-        """Refuse weights that are not finite before an engine gets them or a training ends with them. Every rank calls
-        it."""
+        """Raise NumbersError if the weights are not finite, before an engine gets them or a training ends with them.
+        Every rank calls it."""
         if self.faults is not None and self.trainer.state.global_step != self._finite_at:
             self._refuse_broken_weights()
 
     def _refuse_broken_weights(self) -> None:
-        """A finite gradient may still break weights: in the optimizer (Adam in fp16, whose ε is 0 there)."""
+        """Raise NumbersError if weights are not finite; a finite gradient can break them (Adam in fp16: ε is 0)."""
         done = self.trainer.state.global_step
         if bad := names_of_bad(self.trainer):
             raise NumbersError(
@@ -100,14 +101,14 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._finite_at = done
 
     def engine_fault(self, fault: Exception) -> None:
-        """A log-prob of vLLM is not finite: the batch is bad; in an evaluation it is an error, as without a guard."""
+        """Mark the batch as bad: a log-prob of vLLM is not finite. In an evaluation raise ``fault``."""
         faults = self.trainer.recorder.faults_in_training
         if faults is None:
             raise fault
         faults.found("log_prob", str(fault))
 
     def check_gradient(self, norm: Any) -> Any:
-        """Leave the step that is about to be taken out where a number is not finite; return the gradient norm as it is.
+        """Leave out the coming step if a number is not finite; return the gradient norm unchanged. Raise
         ``NumbersError`` after ``max_bad_steps`` in a row. Every rank calls it."""
         if self.faults is None:
             return norm
@@ -131,7 +132,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return norm
 
     def _agreed(self, faults: Faults, found: Tensor) -> dict[str, int]:
-        """Kind → 0 where nothing is bad on any rank, else 1, or the number of the latest bad generation batch."""
+        """Return kind → 0 if all ranks are fine, else 1, or the number of the latest bad generation batch."""
         accelerator = self.trainer.accelerator
         fine = torch.zeros_like(found, dtype=torch.bool)
         loss = self._loss_is_bad
@@ -145,7 +146,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return dict(zip(KINDS, local.tolist(), strict=True))
 
     def _count(self, bad: list[str]) -> None:
-        """``guard/*`` of every step from the first bad one on, and of those before it in its logging window."""
+        """Log ``guard/*`` for every step from the first bad one on, and for those before it in its logging window."""
         if not bad and not self._seen:
             return
         trainer = self.trainer
@@ -159,7 +160,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             trainer.recorder.book("train").add_alike(f"guard/{name}", one, fine + 1)
 
     def _leave_out(self, faults: Faults, bad: list[str], batch: int, norm: Tensor) -> None:
-        """Leave one more bad step out; a generation batch that was counted already counts no more."""
+        """Leave out one more bad step; a generation batch that was counted already is not counted again."""
         of_step = bool(set(bad) & set(OF_STEP))
         if of_step:
             self._refuse_broken_weights()
@@ -167,12 +168,12 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._counted = batch
         if counts:
             self._tell(faults, bad, norm)
-        # last: after an error no step of a later training is left out
+        # last, so that after an error no step of a later training is left out
         trl_bridge.leave_out_step(self.trainer.optimizer)
         self._left_out = True
 
     def _tell(self, faults: Faults, bad: list[str], norm: Tensor) -> None:
-        """Keep the bad step's batch and report it; the last one in a row ends the run."""
+        """Keep the bad step's batch and report it; raise NumbersError if it is the last one allowed in a row."""
         assert self.settings is not None
         self.in_a_row += 1
         step = self.trainer.state.global_step + 1
@@ -223,12 +224,12 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self.before_generation()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """HF starts its sum of losses anew as ``tr_loss -= tr_loss``, in which NaN stays."""
+        """Reset HF's running loss after a bad step: HF's own ``tr_loss -= tr_loss`` keeps a NaN."""
         if self._seen and logs and "loss" in logs:
             trl_bridge.forget_running_loss(self.trainer)
 
     def save(self, _folder: Path) -> dict[str, Any] | None:
-        """Checkpoint entry: what is bad and how many steps were; None where nothing ever was."""
+        """Return the checkpoint entry: what is bad, and how many steps were; None if nothing ever was."""
         if self.faults is None or not self._seen:
             return None
         bad = []
@@ -237,14 +238,15 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return {"in_a_row": self.in_a_row, "taken": self.taken, "seen": True, "bad_batch": bad}
 
     def load(self, saved: SavedState | None) -> None:
-        """Go on from what ``save`` said."""
+        """Restore what ``save`` returned."""
         self._loaded = None
         if self.faults is not None and saved is not None:
             self._loaded = saved.entry("guard", _checked, "the count of bad steps then starts at 0")
 
 
 def last_good(folder: str, taken: int) -> str:
-    """A sentence that names the newest whole checkpoint with the weights of a step that was ``taken`` (the last)."""
+    """Return a sentence that names the newest whole checkpoint with the weights of step ``taken``, the last one taken,
+    or of an earlier one."""
     places = sorted((place for place in Path(folder).glob("checkpoint-*") if step_of(place) >= 0), key=step_of)
     wanted = [place for place in reversed(places) if step_of(place) <= taken]
     later = [place for place in places if step_of(place) > taken]  # written while steps were left out: the same weights

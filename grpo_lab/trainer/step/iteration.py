@@ -1,13 +1,13 @@
-"""Beginning of an iteration: the policy becomes the reference, the optimizer is emptied.
+"""Begin an iteration: the policy becomes the reference, and the optimizer's state is cleared.
 
     reference_every: 30            reference := policy after every 30th optimizer step, GRPO's outer loop (DeepSeekMath,
                                    arXiv 2402.03300, algorithm 1; R1-Zero: 400)
     reference_every: generation    before every generation batch: the loss's KL is then to the policy that generated
-    reset_optimizer                after every generation batch, Kimi k1.5's iteration (arXiv 2501.12599, §2.3.2): its
-                                   data come from another policy than the moments before it
+    reset_optimizer                after every generation batch, Kimi k1.5's iteration (arXiv 2501.12599, §2.3.2): the
+                                   next data come from another policy than the moments
 
-A batch's reference log-probs are made with the batch and stay, also where the reference moves while it is trained on.
-TRL's ``sync_ref_model`` moves the reference by a callback of its own; it is carried through a resume here, too.
+A batch's reference log-probs are made with the batch and stay, even if the reference moves while it is trained on.
+TRL's ``sync_ref_model`` moves the reference by a callback of its own; that one is saved and restored here, too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import Numbers, UpdatePort
 from grpo_lab.trainer.resume.state import SavedState, load_reference, save_reference
 
-#: group entries that a schedule moves; anything else that changes is state which clearing ``state`` would not reach
+#: entries of parameter groups that a schedule moves; others that change are state which clearing ``state`` misses
 SCHEDULED = ("lr", "initial_lr", "weight_decay", "betas", "momentum")
 
 
 class MovingReference(TrainerCallback):  # type: ignore[misc]
-    """Moves the reference, and takes one that has moved through checkpoints. ``ValueError`` where it cannot move (a new
+    """Moves the reference, and saves and restores one that has moved. Raises ``ValueError`` if it cannot move (a new
     adapter, ZeRO-3, FSDP 1)."""
 
     holds = (
@@ -49,7 +49,7 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
                 f"`reference_every` is {every!r} with {unreachable}: a moved reference could not be saved; use DDP, "
                 "ZeRO-2 or FSDP2 (recipes/accelerate), or leave `reference_every` out"
             )
-        self._pairs()  # whether there is one that can move
+        self._pairs()  # fails if there is none that can move
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if isinstance(self.every, int) and state.global_step % self.every == 0:
@@ -66,8 +66,8 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         self._moved = True
 
     def save(self, folder: Path) -> dict[str, Any] | None:
-        """Write the reference's weights into a checkpoint, where it has moved; return the record's entry, where it may
-        move. Every rank calls it."""
+        """Write the reference's weights into a checkpoint if it has moved; return the record's entry if it may move.
+        Every rank calls it."""
         if not (self._moves() or self._moved):
             return None
         args = self.trainer.args
@@ -75,7 +75,7 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         return save_reference(folder, self._tensors() if self._moved or by_trl else None, bool(args.should_save))
 
     def load(self, saved: SavedState | None) -> None:
-        """The reference as it was when the checkpoint was written; called on every rank."""
+        """Restore the reference from the checkpoint. Every rank calls it."""
         if saved is None:
             return
         trl_bridge.load_policy_adapter(self._unwrapped(self.trainer.model), str(saved.checkpoint))
@@ -94,7 +94,7 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         return {name: ours for name, (ours, _) in self._pairs().items()}
 
     def _pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Name → (the reference's, the policy's) tensor, this rank's part."""
+        """Return name → (the reference's, the policy's) tensor, this rank's part."""
         return trl_bridge.reference_tensors(
             self._unwrapped(self.trainer.model), self._unwrapped(self.trainer.ref_model)
         )
@@ -103,23 +103,23 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         return None if model is None else self.trainer.accelerator.unwrap_model(model)
 
     def _moves(self) -> bool:
-        """Return whether this run's reference can move, in a way that can be saved."""
+        """Return whether this run's reference can move in a way that can be saved."""
         by_trl = self.trainer.args.sync_ref_model and trl_bridge.whole_by_names(self.trainer.accelerator) is None
         return self.every is not None or bool(by_trl)
 
 
 def empty_optimizer(optimizer: Any) -> None:
-    """Drop all moments and step counts; they are made anew at the next step. Sees through accelerate's wrapper."""
+    """Drop all moments and step counts; the next step makes them anew. accelerate's wrapper is removed first."""
     while type(optimizer).__name__ == "AcceleratedOptimizer":
         optimizer = optimizer.optimizer
     optimizer.state.clear()
 
 
 class OptimizerReset(TrainerCallback):  # type: ignore[misc]
-    """Empties the optimizer with the last update of a generation batch, so that checkpoints hold no moments either, and
-    before a new batch is generated. Weights, gradients and the learning-rate schedule are not touched. A run resumed
-    inside a batch goes on with the moments of its updates so far (``generation_buffer``). ValueError: DeepSpeed, or an
-    optimizer with state in its parameter groups (schedule-free, Prodigy)."""
+    """Clears the optimizer's state after the last update of a generation batch, so that checkpoints hold no moments
+    either, and before a new batch is generated. Weights, gradients and the learning-rate schedule are not touched. A
+    run resumed inside a batch keeps the moments of its updates so far (``generation_buffer``). Raises ValueError with
+    DeepSpeed, or if the optimizer has state in its parameter groups (schedule-free, Prodigy)."""
 
     def __init__(self, trainer: UpdatePort) -> None:
         if trainer.is_deepspeed_enabled:
@@ -159,7 +159,7 @@ def _group_settings(optimizer: Any) -> list[dict[str, str]]:
 
 
 def idle_pull(trainer: Numbers) -> str | None:
-    """A sentence where a knob such as mirror descent's τ cannot act: nothing has moved since the generation."""
+    """Return a warning if a knob such as mirror descent's τ cannot act: a generation batch gets a single update."""
     objective = trainer.algorithm.objective
     args = trainer.args
     phase = trainer.phase

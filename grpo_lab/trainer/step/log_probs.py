@@ -1,10 +1,10 @@
-"""Log-probs of the old (proximal) policy and of the reference: made in bins, and only where something reads them.
+"""Compute log-probs of the old (proximal) policy and of the reference: in bins, and only if something reads them.
 
 TRL forwards every completion at generation, padded to the longest of the batch, before it knows the rewards. Here the
 reference's numbers come from bins without padding, and the old policy's forward is put off until the first optimizer
-step of the batch. In bfloat16 (and, in the last bits, in float32) a row's log-probs depend on the shape of the forward
-that it is in: old ones from another forward than the loss's make a ratio that is not 1 although the policy has not
-moved (5.8e-3 per sequence in bfloat16, where GSPO clips at 3e-4). So, for a batch that outlives an optimizer step:
+step of the batch. In bfloat16 (and, in the last bits, in float32) a row's log-probs depend on the shape of its forward.
+Old ones from another forward than the loss's make a ratio that is not 1 although the policy has not moved (5.8e-3 per
+sequence in bfloat16, where GSPO clips at 3e-4). So a batch that serves several optimizer steps gets them from:
 
     while no update has happened since the generation        the loss's own forward, detached
     a micro-batch that comes again (``num_iterations``)      that same forward, kept
@@ -13,8 +13,8 @@ moved (5.8e-3 per sequence in bfloat16, where GSPO clips at 3e-4). So, for a bat
 
 ``ProximalSource`` says which of them holds for a micro-batch.
 
-Where the forward is random (dropout) TRL's old log-probs are another draw than the loss's, and so they are here, made
-at generation for every row. Where an optimizer step mixes rows of two batches or passes the bins to come are not known:
+With a random forward (dropout), TRL's old log-probs are another draw than the loss's. So they are here: made at
+generation for every row. If an optimizer step mixes rows of two batches or passes, the later bins are not known, and
 old log-probs are off by what the precision rounds.
 """
 
@@ -49,7 +49,7 @@ from grpo_lab.trainer.row_table import (
 from grpo_lab.trainer.step.exchange import Collected, Exchange
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
-#: what a forward of a generation batch, or of some of its rows, needs of them
+#: fields that a forward of a generation batch, or of some of its rows, needs
 TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
 
 
@@ -58,8 +58,8 @@ class ProximalSource(enum.Enum):
 
         LOSS         no field: the forward that trains on the rows gives them, detached
         GENERATION   ``proximal_logps`` beside ``as_generated``, a copy: a row that equals its copy reads the loss's own
-                     forward, as with LOSS; one that a team's method has changed is read as it stands
-        STORED       ``proximal_logps`` alone: read as they stand
+                     forward, as with LOSS; one that a team's method has changed is read from the field
+        STORED       ``proximal_logps`` alone: read from the field
         ROW_BY_ROW   ``proximal_logps`` beside ``unmoved``: rows with 1 there as with LOSS, the others as with STORED
 
         generation ─┬─ put off: bins will give them ────────────────────▶ LOSS ───────┐
@@ -68,10 +68,10 @@ class ProximalSource(enum.Enum):
 
         the micro-batches of an optimizer step, where not all are LOSS ─ ``with_same_fields`` ─▶ ROW_BY_ROW, in its bins
 
-    The state is a fact of the micro-batch, in TRL's buffer and so in a checkpoint: a team's method that writes
-    log-probs there has them read. It does not follow from ``policy_version``: a row may be trained on by the policy
-    that wrote it and still bring its own log-probs, and where TRL wants none (an epoch's short last step splits a
-    batch) LOSS stays after an update, too.
+    The state follows from the micro-batch's fields, which are in TRL's buffer and so in a checkpoint; log-probs that a
+    team's method writes there are read. It does not follow from ``policy_version``: a row may be trained on by the
+    policy that wrote it and still bring its own log-probs. And where TRL wants none (an epoch's short last step splits
+    a batch), LOSS stays after an update, too.
     """
 
     LOSS = enum.auto()
@@ -81,7 +81,7 @@ class ProximalSource(enum.Enum):
 
     @staticmethod
     def of(batch: dict[str, Any]) -> ProximalSource:
-        """The state that the fields of a micro-batch, or of a bin, say: the only reader of what is not there."""
+        """Return the state that the fields of a micro-batch or bin imply. Nothing else interprets missing ones."""
         carried = Carried(batch)
         if carried.unmoved is not None:
             return ProximalSource.ROW_BY_ROW
@@ -94,13 +94,13 @@ class ProximalSource(enum.Enum):
 
 @dataclass(frozen=True)
 class GenerationForwards:
-    """The decision on what happens to TRL's forwards at generation.
+    """What happens to TRL's forwards at generation.
 
     Args:
         corrected: TRL would make the sampler correction at generation.
-        in_bins: bins give TRL's numbers.
+        in_bins: forwards run in bins, which give TRL's numbers.
         put_off: the old policy's forward is not run where TRL asks for it (before the rewards are known).
-        draws: forwards are random (dropout): nothing is put off or replaced by the loss's own forward.
+        draws: forwards are random (dropout), so nothing is put off or replaced by the loss's own forward.
     """
 
     corrected: bool
@@ -110,7 +110,7 @@ class GenerationForwards:
 
     @staticmethod
     def of(trainer: UpdatePort) -> GenerationForwards:
-        """Looked at anew for every generation batch."""
+        """Decide anew for every generation batch."""
         misaligned = trainer.phase.outlives_a_step
         corrected = trainer.correction is not None
         wanted = misaligned or corrected
@@ -126,7 +126,8 @@ class GenerationForwards:
         return GenerationForwards(corrected, in_bins, put_off, found.draws)
 
     def instead_of_trls(self, trainer: UpdatePort) -> contextlib.AbstractContextManager[list[str]]:
-        """Context for TRL's generation; gives a list that names the forward that was put off (images: none is)."""
+        """Return a context for TRL's generation with its forwards in bins. It gives a list that names the forward that
+        was put off (with images, none is)."""
         if not self.in_bins:
             return contextlib.nullcontext([])
 
@@ -139,14 +140,14 @@ class GenerationForwards:
         return trl_bridge.forwards_replaced(trainer, forward, without_policy=self.put_off)
 
     def mark(self, output: dict[str, Any]) -> None:
-        """A team's method may read old log-probs that bins made: beside a copy, so that what it changed is known."""
+        """Keep a copy of old log-probs that bins made, so that a change by a team's method can be seen."""
         if self.in_bins and not self.put_off and not self.draws:
             keep_copy(output)
 
 
 @torch.no_grad()
 def log_probs_in_bins(trainer: UpdatePort, model: Any, fields: dict[str, Any]) -> Tensor:
-    """Log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token."""
+    """Return log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token."""
     prompts: SharedPrompts = trainer.exact_update.prompts
     return forwards_in_bins(trainer, model, fields, lambda part: prompts.log_probs(model, part)[0], prompts)
 
@@ -159,8 +160,8 @@ def forwards_in_bins(
 ) -> Tensor:  # fmt: skip
     """Compute ``of`` on each bin ``[n, L - 1]``, and return it as ``[B, T]`` of this rank's completions, 0 for rows
     without a token. Every rank runs the same number of forwards (with sharded weights each one is a collective).
-    ``fields``: those of ``TEXT``; where each row stood only of rows that were put together from several generations.
-    ``prompts``: ``of`` can compute them once."""
+    ``fields`` are those of ``TEXT``; only rows combined from several generations have a position offset. ``prompts``:
+    given if ``of`` can compute shared prompts once."""
     table = RowTable.of([{name: fields[name] for name in TEXT if name in fields}])
     before = table.on_host.prompts
     completions = table.on_host.completions
@@ -192,27 +193,27 @@ def forwards_in_bins(
 
 
 def trl_log_probs(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
-    """TRL's own forward on a micro-batch, as the loss that stays as TRL cut it runs it."""
+    """Return log-probs by TRL's own forward on a micro-batch, as the loss that stays as TRL cut it runs it."""
     with trl_bridge.without_checkpointing(trainer.model, trainer.args), rows_in_place(trainer, trainer.model, batch):
         found: Tensor = trl_bridge.stock_forward(trainer, trainer.model, batch)[0]
     return found
 
 
 def rows_in_place(trainer: Collectives, model: Any, batch: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Context for TRL's forward on a micro-batch: a row keeps the positions that it had in its generation."""
+    """Return a context for TRL's forward on a micro-batch in which a row keeps the positions of its generation."""
     takes = takes_positions(trainer.accelerator.unwrap_model(model))
     return trl_bridge.positions_given(trainer.accelerator, model, positions_at_generation(batch) if takes else None)
 
 
 def keep_copy(batch: dict[str, Any]) -> None:
-    """Put a copy beside proximal log-probs, so that rows which nobody changes read the loss's own forward."""
+    """Copy the proximal log-probs, so that rows that nobody changes read the loss's own forward."""
     if ProximalSource.of(batch) is ProximalSource.STORED:
         carried = Carried(batch)
         carried.as_generated = carried.proximal_logps.clone()
 
 
 def reads_own_forward(batch: dict[str, Any]) -> Tensor:
-    """Mask ``[B]`` of the rows of a micro-batch whose proximal log-probs the forward that trains on them gives."""
+    """Return the mask ``[B]`` of rows whose proximal log-probs come from the forward that trains on them."""
     source = ProximalSource.of(batch)
     carried = Carried(batch)
     if source is ProximalSource.ROW_BY_ROW:
@@ -224,12 +225,12 @@ def reads_own_forward(batch: dict[str, Any]) -> Tensor:
 
 
 def needs_old_logprobs(batch: dict[str, Any]) -> bool:
-    """Return whether an update would take this micro-batch's proximal log-probs away; the same on every rank."""
+    """Return whether this micro-batch's proximal log-probs must be stored before an update; the same on every rank."""
     return ProximalSource.of(batch) is not ProximalSource.STORED
 
 
 def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The micro-batches of an optimizer step, each with ``proximal_logps`` (0 where there are none) and ``unmoved``."""
+    """Return the micro-batches of an optimizer step, each with ``proximal_logps`` (0 if none) and ``unmoved``."""
     if all(ProximalSource.of(batch) is ProximalSource.LOSS for batch in window):
         return window
     marked = [dict(batch) for batch in window]
@@ -244,7 +245,7 @@ def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
-    """``[B, T]`` in nats, without gradient: the batch's where an update has happened, else the forward's own."""
+    """Return ``[B, T]`` in nats, without gradient: the stored ones after an update, else the forward's own."""
     own = logps.detach()
     if ProximalSource.of(fields) is ProximalSource.LOSS:
         return own
@@ -252,9 +253,8 @@ def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
 
 
 class OldPolicy:
-    """Keeps the proximal log-probs of what is left of the current generation batch after the step at hand;
-    ``log_probs_of`` (micro-batches, verdict) makes those of an optimizer step to come, in the bins that it will
-    have."""
+    """Stores the proximal log-probs of what is left of the current generation batch after the current step.
+    ``log_probs_of`` (micro-batches, verdict) makes those of a later optimizer step, in the bins that it will have."""
 
     def __init__(self, trainer: UpdatePort, log_probs_of: Callable[..., tuple[Collected, Exchange]]) -> None:
         self._trainer = trainer
@@ -266,21 +266,21 @@ class OldPolicy:
         return self._trainer.buffered_micro_batches
 
     def _ahead(self) -> list[int]:
-        """Places in TRL's buffer of the micro-batches that later steps will take from this generation batch."""
+        """Return the places in TRL's buffer of the micro-batches that later steps take from this generation batch."""
         wanted = self._trainer.phase.outlives_a_step and self._buffer
         if wanted:
             return self._trainer.phase.ahead()
         return []
 
     def again(self, window: int) -> list[int | None]:
-        """Places of this step's micro-batches that come again and have no old log-probs yet; None for others."""
+        """Return the places of this step's micro-batches that come again and lack old log-probs; None for others."""
         ahead = set(self._ahead())
         buffer = self._buffer
         here = self._trainer.phase.here(window)
         return [place if place in ahead and needs_old_logprobs(buffer[place]) else None for place in here]
 
     def before_update(self, window: int, verdict: UpdateVerdict) -> int:
-        """Old log-probs of the micro-batches that only later steps train on; the bytes that this rank received."""
+        """Store old log-probs of the micro-batches that only later steps train on; return the bytes received."""
         ahead = self._ahead()
         buffer = self._buffer
         known: set[int | None] = set(self._trainer.phase.here(window))
@@ -298,8 +298,8 @@ class OldPolicy:
         return received
 
     def write(self, found: Collected, rows: Exchange, wanted: list[int | None], batches: list[dict[str, Any]]) -> None:
-        """Write what the step of ``batches`` has collected into the places ``wanted`` of the buffer (None: not this
-        one)."""
+        """Write the log-probs that were collected for the step of ``batches`` into the places ``wanted`` of the buffer
+        (None: not this one)."""
         sizes = [batch["completion_ids"].size(0) for batch in batches]
         double = any(weights.dtype == torch.float64 for weights in self._trainer.model.parameters())
         local, made = rows.home(found, torch.float64 if double else torch.float32)
@@ -309,7 +309,7 @@ class OldPolicy:
 
     @torch.no_grad()
     def before_update_in_trls_batches(self) -> None:
-        """Do the same where the loss stays as TRL cut it after all: TRL's forward, on what has been put off."""
+        """Do the same by TRL's forward on what was put off, if the loss stays as TRL cut it after all."""
         for place in dict.fromkeys(self._ahead()):
             batch = self._buffer[place]
             if needs_old_logprobs(batch):
@@ -317,7 +317,7 @@ class OldPolicy:
 
 
 def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
-    """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, if any."""
+    """Store old log-probs in a micro-batch. Rows that were left out (``made`` False) keep those of generation."""
     carried = Carried(batch)
     if ProximalSource.of(batch) is ProximalSource.LOSS:
         carried.proximal_logps = logps.clone()

@@ -1,7 +1,7 @@
-"""A micro-batch (or bin) as the carrier that objectives see, its loss per token, and the loss of one as TRL cut it.
+"""Turn a micro-batch (or bin) into the ``TokenBatch`` that objectives see, and compute its loss.
 
-The critic's loss is one more term per token, averaged as the policy's: loss_t = policy_t + vf_coef · value_t. It reads
-every token of the policy, whatever its advantage, so that no row can be left out (``LiveConditions.value_loss``).
+The critic's loss is one more term per token, averaged like the policy's: loss_t = policy_t + vf_coef · value_t. It
+reads every token of the policy, whatever its advantage, so no row can be left out (``LiveConditions.value_loss``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_lab.trainer.step.update_record import record_tokens, value_targets
 
 
 def token_denominator(trainer: UpdatePort, inputs: dict[str, Any]) -> Tensor:
-    """TRL's token count: of the generation batch, per rank, rescaled to one accumulation window."""
+    """Return TRL's token count: of the generation batch, per rank, rescaled to one accumulation window."""
     count: Tensor = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
     if trainer.model.training:
         count = count * trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
@@ -31,8 +31,8 @@ def token_denominator(trainer: UpdatePort, inputs: dict[str, Any]) -> Tensor:
 
 
 def denominators_of(trainer: UpdatePort, inputs: dict[str, Any], rows: float, micro_batches: float) -> Denominators:
-    """Counted over everything that TRL would compute. Without a limit of tokens the budget is NaN, and nothing divides
-    by it (``settings.inputs.check_budget``)."""
+    """Return denominators counted over everything that TRL would compute. Without a token limit the budget is NaN, and
+    nothing divides by it (``settings.inputs.check_budget``)."""
     limit = trainer.max_completion_length
     budget = float("nan") if limit is None else float(limit)
     return Denominators(rows, token_denominator(trainer, inputs), budget, micro_batches)
@@ -41,7 +41,7 @@ def denominators_of(trainer: UpdatePort, inputs: dict[str, Any], rows: float, mi
 def token_batch(
     trainer: Numbers, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any], values: Tensor | None
 ) -> TokenBatch:
-    """Make the carrier that surrogates see of one micro-batch or bin."""
+    """Return the ``TokenBatch`` that surrogates see for one micro-batch or bin."""
     objective = trainer.algorithm.objective
     assert objective is not None
     old = proximal_log_probs(logps, fields)
@@ -66,15 +66,15 @@ def token_batch(
 
 
 def capture_values(trainer: UpdatePort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
-    """Context of a training forward that captures the critic's values ``[B, L - 1]`` in the list that it gives, which
-    stays empty without a critic."""
+    """Return a context for a training forward that gives a list and puts the critic's values ``[B, L - 1]`` into it;
+    without a critic it stays empty."""
     if trainer.algorithm.value is None:
         return contextlib.nullcontext([])
     return trl_bridge.values_heard(trainer.accelerator, model, trunk_learns=not is_warming_up(trainer))
 
 
 def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
-    """``[B, T]``: the policy's loss (the hook) plus vf_coef times a critic's; in its warm-up the latter alone."""
+    """Return ``[B, T]``: the policy's loss (the hook) plus vf_coef times the critic's; in its warm-up only that."""
     value = trainer.algorithm.value
     if value is None:
         return trainer.token_loss(batch)

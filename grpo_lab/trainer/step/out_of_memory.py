@@ -1,13 +1,13 @@
-"""A bin that the device has no memory for: what is said of it, and with ``update.max_tokens: auto`` the step anew.
+"""Handle a bin that does not fit the device's memory: an error or, with ``update.max_tokens: auto``, a new plan.
 
-A backward that breaks off has put its share into some gradients and not into others, so nothing of an attempt is kept:
-gradients, metrics and the old log-probs of the batch go back to what they were before the step (``StepBefore``), and
-the step is planned anew with half the tokens of the bin that was too large. That is exact, and costs the bins that were
-done once more, once a run.
+A backward that breaks off has put its share into some gradients and not into others, so nothing of an attempt is kept.
+Gradients, metrics and the old log-probs of the batch go back to what they were before the step (``StepBefore``). Then
+the step is planned anew with half the tokens of the bin that was too large. That is exact, and costs computing the
+finished bins again, once per run.
 
-Where several ranks train the others must come along. Under DDP a bin's backward talks to nobody, and the ranks agree
-after the last one; the backward that brings gradients together is then a stand-in's. Where weights are in parts (FSDP,
-DeepSpeed) every forward is a collective in which the others wait already: there it is an error, as with a number.
+With several ranks the others must follow. Under DDP a bin's backward does not communicate, and the ranks agree after
+the last one; the backward that synchronises gradients is then a stand-in's. With sharded weights (FSDP, DeepSpeed)
+every forward is a collective in which the others already wait: there it is an error, as with a fixed number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_lab.trainer.metrics.token_weight_log import TokenWeights
 from grpo_lab.trainer.ports import Collectives, UpdatePort
 from grpo_lab.trainer.ranks import named_place
 
-#: kinds of distribution in which a rank's bins are its own business
+#: accelerate's kinds of distribution in which a rank's bins need no other rank
 ALONE = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
@@ -32,9 +32,9 @@ class TooLarge:
     """A bin that did not fit.
 
     Args:
-        tokens: that the plan counts for it.
-        rows: in it.
-        said: torch's words.
+        tokens: tokens that the plan counts for it.
+        rows: number of rows in it.
+        said: torch's error message.
     """
 
     tokens: int
@@ -42,7 +42,7 @@ class TooLarge:
     said: str
 
     def error(self, asked: Any, kind: str) -> torch.OutOfMemoryError:
-        """Make the error that ends the run. ``asked``: the setting; ``kind``: how accelerate distributes."""
+        """Return the error that ends the run. ``asked``: the setting; ``kind``: accelerate's kind of distribution."""
         if self.rows == 1:
             what = f"a row of {self.tokens} tokens alone does not fit into the device's memory"
             cure = "shorten it (`max_completion_length`, its prompt), or set `gradient_checkpointing: true`"
@@ -64,7 +64,7 @@ def can_plan_anew(trainer: UpdatePort) -> bool:
 
 
 def agreed(trainer: Collectives, own: TooLarge | None) -> TooLarge | None:
-    """Return the smallest bin that did not fit on one of the ranks, the same on all of them. A collective."""
+    """Return the smallest bin that did not fit on any rank, the same on all of them. A collective."""
     if trainer.accelerator.num_processes == 1:
         return own
     size = (0, 0)
@@ -79,7 +79,7 @@ def agreed(trainer: Collectives, own: TooLarge | None) -> TooLarge | None:
 
 
 class StepBefore:
-    """Keeps what the bins of an optimizer step change, as it was before them."""
+    """A snapshot, taken before an optimizer step, of what its bins change."""
 
     def __init__(
         self, trainer: Collectives, model: nn.Module, weights: TokenWeights, window: list[dict[str, Any]]
@@ -96,7 +96,7 @@ class StepBefore:
         self._sums = weights.so_far()
 
     def come_back(self, failed: TooLarge) -> None:
-        """RuntimeError: gradients that somebody else had made cannot be told from those of the bins."""
+        """Restore the snapshot. Raise RuntimeError if there were gradients before: these are not told apart."""
         if self._had_gradients:
             raise RuntimeError(
                 "out of memory in a bin, and the step cannot be computed again: there were gradients before it, which "

@@ -1,5 +1,4 @@
-"""Numbers that every rank knows of all rows of an optimizer step: a few whole ones each, from which the step is
-planned."""
+"""Facts that every rank knows of all rows of an optimizer step: a few integers per row, to plan the step."""
 
 from __future__ import annotations
 
@@ -20,19 +19,19 @@ COUNT_BITS = 32
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """``N`` rows of all ranks, in rank order; equal on every rank. What plans are made from is on the host.
+    """Facts about the ``N`` rows of all ranks, in rank order; equal on every rank. What plans need is on the host.
 
     Args:
         prompt_lengths, completion_lengths: long ``[N]``, tokens.
         scored: long ``[N]`` on the device, loss tokens.
-        scores: bool ``[N]``, whether there are any.
-        contributes: bool ``[N]``, some loss token has an advantage (``live_rows``).
-        micro_batch: long ``[N]`` on the device, which micro-batch of the step TRL had the row in.
+        scores: bool ``[N]``, whether there are any loss tokens.
+        contributes: bool ``[N]``, whether some loss token has an advantage (``live_rows``).
+        micro_batch: long ``[N]`` on the device, the micro-batch of the step in which TRL had the row.
         token_count: float ``[N]`` on the device, TRL's token denominator of the row's generation batch.
-        prompts: long ``[N]``, ``prompt_numbers``; None where nobody asked.
-        scored_lengths: long ``[N]``, tokens of the completion up to its last loss token: what a packed row has.
+        prompts: long ``[N]``, ``prompt_numbers``; None if they were not asked for.
+        scored_lengths: long ``[N]``, tokens of the completion up to its last loss token: the length of a packed row.
         footprint: padded tokens of the largest micro-batch that TRL cut, over all ranks.
-        widths: width over all ranks of each field with one, and of each rank in ``local_widths``.
+        widths: width of each field that has one, over all ranks; ``local_widths``: on each rank.
     """
 
     prompt_lengths: Tensor
@@ -54,9 +53,9 @@ class RowNumbers:
         table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint: int, accelerator: Any,
         prompts: bool = False,
     ) -> RowNumbers:  # fmt: skip
-        """Gather the numbers of all ranks' rows from this rank's; ``prompts``: with those of the prompts. A collective
-        on several ranks. RuntimeError: ranks hold different fields (a team's field that only some rows or ranks
-        have)."""
+        """Gather the facts of all ranks' rows from this rank's; ``prompts``: also the numbers of the prompts. A
+        collective on several ranks. Raise RuntimeError if ranks hold different fields (a team's field that only some
+        rows or ranks have)."""
         named = sorted(table.fields.items())
         kinds = ", ".join(f"{name} ({value.dtype}, {value.dim()}-D, {[*value.shape[2:]]})" for name, value in named)
         mask = table.loss_mask
@@ -111,8 +110,7 @@ class RowNumbers:
         return self.scored.numel()
 
     def rows(self, all_rows: bool, packed: bool = False) -> Rows:
-        """Rows for the plan; ``all_rows``: those without an advantage, too; ``packed``: as long as packed rows have
-        them."""
+        """Return the rows for the plan. ``all_rows``: also those without an advantage; ``packed``: in packed length."""
         live = self.scores if all_rows else self.contributes
         completions = self.scored_lengths if packed else self.completion_lengths
         return Rows(self.prompt_lengths, completions, live)

@@ -1,4 +1,4 @@
-"""Record of an optimizer step for the log: what it computed against stock TRL, and entropy, KL and diagnostics."""
+"""Log an optimizer step: what it computed compared with stock TRL, and entropy, KL and diagnostics."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from grpo_lab.update import Plan, Rows, default_max_tokens, live_rows, plan_shar
 
 
 def padded_tokens(batch: dict[str, Any]) -> int:
-    """Tokens of a micro-batch as TRL cut it, padding included."""
+    """Return the tokens of a micro-batch as TRL cut it, padding included."""
     rows, width = batch["completion_ids"].shape
     return default_max_tokens(rows, batch["prompt_ids"].size(1), width)
 
 
 class UpdateRecord:
-    """Metrics ``update/*`` of every optimizer step, however it is computed, and what a reader must know of it."""
+    """Logs ``update/*`` for every optimizer step, however it is computed, and reports why rows are not skipped."""
 
     def __init__(self, trainer: Collectives) -> None:
         self.trainer = trainer
-        #: of micro-batches that stay as TRL cut them: long ``[rows, 3]`` (prompt and completion tokens, 1 where the row
-        #: is live), padded tokens
+        #: for each micro-batch that stays as TRL cut it: long ``[rows, 3]`` (prompt and completion tokens, 1 if the row
+        #: is live), and padded tokens
         self._parts: list[tuple[Tensor, int]] = []
         self._described: dict[str, Any] = {}
 
     def described(self, found: UpdateVerdict) -> dict[str, Any]:
-        """Describe the update for ``run.json``: ``rows`` (``live only``, ``all``), ``batches`` (``bins``, ``as TRL``),
-        the reason, ``randomness`` where the update is exact in distribution only, and the price in the first step."""
+        """Return the description of the update for ``run.json``: ``rows`` (``live only``, ``all``), ``batches``
+        (``bins``, ``as TRL``), the reason, ``randomness`` if the update is exact in distribution only, and token counts
+        of the first step."""
         return self._described or _described(found)
 
     def in_bins(
         self, plan: Plan, numbers: RowNumbers, padded: int, found: UpdateVerdict, budget: int, received: int
     ) -> None:
-        """A step that was computed in bins; ``padded`` tokens had this rank's micro-batches, all of one size on every
-        rank, and ``received`` bytes came to it."""
+        """Record a step that was computed in bins. ``padded``: tokens of this rank's micro-batches, which have one size
+        on every rank; ``received``: bytes that came to it."""
         recorder = self.trainer.recorder
         accelerator = self.trainer.accelerator
         stock = accelerator.num_processes * padded
@@ -68,7 +69,7 @@ class UpdateRecord:
         self._say(found, found.all_rows, plan.tokens_computed, live, budget, stock, prompts)
 
     def as_trl(self, inputs: dict[str, Any], found: UpdateVerdict, budget: int | None) -> None:
-        """A micro-batch that stays as TRL cut it; with the last one of an optimizer step a collective."""
+        """Record a micro-batch that stays as TRL cut it; for the last one of an optimizer step a collective."""
         scored = loss_mask(inputs)
         advantages = inputs.get("advantages")
         accelerator = self.trainer.accelerator
@@ -97,8 +98,8 @@ class UpdateRecord:
         self, found: UpdateVerdict, reason: str, computed: int, rows: Rows, budget: int, stock: int,
         prompts: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Say once a reason what is not skipped, why, and what it costs beside the live ``rows`` in bins of ``budget``
-        tokens (with each of ``prompts`` once)."""
+        """Report once per reason what is not skipped, why, and its cost compared with the live ``rows`` in bins of
+        ``budget`` tokens (with each of ``prompts`` once)."""
         recorder = self.trainer.recorder
         key = f"exact update: {reason}"
         if recorder.has_said(key):
@@ -126,7 +127,7 @@ class UpdateRecord:
         )
 
     def _record(self, rows: int, all_rows: int, tokens: int, computed: int, stock: int) -> None:
-        """Record numbers that are the same on every rank; pairs are added up over ranks, so each brings its share."""
+        """Log numbers that are the same on every rank. Pairs are added up over ranks, so each rank adds its share."""
         book = self.trainer.recorder.book("train")
         accelerator = self.trainer.accelerator
         mine = 1.0 / accelerator.num_processes
@@ -142,7 +143,7 @@ class UpdateRecord:
 
 
 def _described(found: UpdateVerdict, *price: int) -> dict[str, Any]:
-    """``price``: tokens of the first step that were computed, that live rows in bins have, and stock TRL's."""
+    """Return the description. ``price``: first-step tokens: computed, of live rows in bins, of stock TRL."""
     described = {
         "batches": "bins" if found.stock is None else "as TRL",
         "rows": "live only" if found.stock is None and found.all_rows is None else "all",
@@ -156,8 +157,8 @@ def _described(found: UpdateVerdict, *price: int) -> dict[str, Any]:
 
 
 def value_targets(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """The critic's old values and its returns (0 where there are none), and bool ``[B, T]``: where there are. A
-    completion that nobody could score has none."""
+    """Return the critic's old values and its returns (0 where there are none), and bool ``[B, T]``: where there are. A
+    completion that could not be scored has none."""
     carried = Carried(dict(batch.extras))
     mask = batch.mask & ~carried.returns.isnan()
     return safe(carried.old_values, mask), safe(carried.returns, mask), mask
@@ -165,8 +166,8 @@ def value_targets(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def record_tokens(trainer: Numbers, book: MetricBook, batch: TokenBatch, origin: Origin | None = None) -> None:
-    """Entropy, KL, the surrogate's and the critic's diagnostics into the book. ``origin``: of the rows of a bin;
-    ``None``: the batch is a micro-batch as TRL cut it."""
+    """Log entropy, KL, and the diagnostics of surrogate and critic. ``origin`` belongs to the rows of a bin; ``None``
+    means a micro-batch as TRL cut it."""
     objective = trainer.algorithm.objective
     critic = trainer.algorithm.value
     assert objective is not None
@@ -190,7 +191,7 @@ def record_tokens(trainer: Numbers, book: MetricBook, batch: TokenBatch, origin:
 
 
 def _sampling(trainer: Numbers, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None) -> None:
-    """TRL's ``sampling/*`` metrics, where the correction was made in the loss and not by TRL, at generation."""
+    """Log TRL's ``sampling/*`` metrics if the correction was made in the loss, and not by TRL at generation."""
     mask = batch.mask
     carried = Carried(dict(batch.extras))
     how = trainer.correction
@@ -210,10 +211,10 @@ def _sampling(trainer: Numbers, book: MetricBook, batch: TokenBatch, weights: Te
 
 
 def record_skipped(trainer: Numbers, book: MetricBook, batch: TokenBatch, left_out: LeftOut) -> None:
-    """Count rows that were left out where their value is known: the surrogate's diagnostics are 0 there.
+    """Count rows that were left out if their value is known: the surrogate's diagnostics are 0 there.
 
-    ``batch`` is a bin of this step and says which diagnostics there are. Whether one is a value per row or per token
-    cannot be read off a bin that is one token wide (a dummy, say): there a toy batch of several tokens says it.
+    ``batch`` is a bin of this step and shows which diagnostics there are. If it is one token wide (a dummy, say), it
+    does not show whether a diagnostic is per row or per token; a toy batch of several tokens then does.
     """
     objective = trainer.algorithm.objective
     assert objective is not None

@@ -78,7 +78,7 @@ def train_by(
 
     Args:
         method: one of `COLUMNS`; the loss of ``sft`` is on the completion only.
-        model: a language model; for ``reward`` its folder or hub name, to which TRL adds the head, drawn by the seed.
+        model: a language model; for ``reward`` its folder or hub name, to which TRL adds a head, seeded by the run.
         rows: with the method's columns, all text or all messages. Other columns are ignored, except ``continues`` for
             ``sft``: true if the completion continues the assistant's message that ends the prompt. Otherwise that
             message is closed and another begun, as in TRL's trainers and wherever a prompt is rendered.
