@@ -27,7 +27,7 @@ from grpo_lab.trainer.trl_bridge import replaced
 def tool_turns(
     trainer: GRPOTrainer, proof: SyncProof, stock: Callable[..., Any], prompts: Any, prompt_ids: Any, *rest: Any
 ) -> Any:
-    """Run TRL's ``_tool_call_loop`` (``stock``) on the rows of this rank. Every rank calls."""
+    """Run TRL's ``_tool_call_loop`` (``stock``) on the rows of this rank. Every rank calls this."""
     turns = Turns(trainer, list(prompt_ids[0]))
     with (
         replaced(trainer, "_generate_single_turn", turns.ask),

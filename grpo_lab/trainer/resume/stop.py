@@ -1,6 +1,6 @@
 """Stop a training on request: ranks agree once per optimizer step, and a checkpoint of the current step is written.
 
-    who asks           when it is heard                                  how ``train()`` ends after the checkpoint
+    who asks           condition                                         how ``train()`` ends after the checkpoint
     SIGTERM            ``save_strategy`` is not ``no``, or               it ends by the signal, as it would have
                        ``enable_jit_checkpoint``                         (``enable_jit_checkpoint``: returns, as HF's)
     SIGINT (Ctrl-C)    likewise                                          ``KeyboardInterrupt`` that names the checkpoint

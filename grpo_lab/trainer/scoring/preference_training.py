@@ -60,8 +60,8 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
         self.reward.seen = []
 
     def learn(self, table: RewardTable) -> None:
-        """Collect comparisons after each generation in training, and train the model if it is due. ``table`` is of all
-        ranks. A collective."""
+        """Collect comparisons after each generation in training; train the model if due. ``table`` is of all ranks. A
+        collective."""
         if (reward := self.reward) is None:
             return
         step = self.trainer.state.global_step

@@ -1,7 +1,7 @@
 """Dynamic sampling: draw further prompts until the batch holds live groups only. Selection comes before advantages.
 
     a group is *alike*   if all its outcomes are equal, and so are all its step scores (``groups/dead_share``)
-    a group is *dead*    if the rule in force gives no token that carries loss an advantage; else it is *live*
+    a group is *dead*    if the rule in force gives none of its loss tokens a nonzero advantage; else it is *live*
 
 With most rules a group is dead if it is alike. Not so with ``raw`` and ``group_max``, where a group that is right
 throughout teaches what was right. So the rule itself is asked for advantages, before any KL penalty, which makes every

@@ -55,8 +55,8 @@ def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
 
 
 class CheckedReward:
-    """Calls one reward function and checks what it returns (TRL turns ``float('inf')`` silently into advantages). NaN
-    means ``None``, as it does to TRL; ``not_numbers`` counts them."""
+    """Calls one reward function and checks what it returns (TRL silently turns ``float('inf')`` into advantages). NaN
+    means ``None``, as in TRL; ``not_numbers`` counts them."""
 
     def __init__(self, reward: Any, name: str, keep_infinite: bool = False) -> None:
         self.reward = reward
@@ -83,8 +83,8 @@ class CheckedCoroutine(CheckedReward):
 
 
 class StepCalled:
-    """Calls a step reward if TRL wants one number per completion, and keeps the steps. With ``keep_infinite`` an
-    infinite score becomes its completion's number; among the steps it is None."""
+    """Calls a step reward for TRL, which wants one number per completion, and keeps the steps. With ``keep_infinite``
+    an infinite score becomes its completion's number; among the steps it is None."""
 
     def __init__(self, reward: StepReward, keep_infinite: bool = False) -> None:
         self.reward = reward
@@ -275,7 +275,7 @@ def _gathered_rows(
 
 def environments_for_groups(trainer: StepPort, rows: int) -> list[Any]:
     """Return this rank's environments if a group reward reads them, else None for each row. Raise ValueError if they
-    cannot be sent between ranks, on several of which a group may be."""
+    cannot be pickled and there are several ranks: a group may be spread over them."""
     readers = [reward for reward in trainer.reward_funcs if getattr(reward, "reads_environments", False)]
     if trainer.environments is None or not readers:
         return [None] * rows
@@ -292,7 +292,7 @@ def environments_for_groups(trainer: StepPort, rows: int) -> list[Any]:
 
 
 def truncated_rows(trainer: Numbers, completion_ids: list[list[int]]) -> list[bool]:
-    """Return whether each completion was cut by the length limit: its last token is no end (or pad) token."""
+    """Return whether each completion was cut by the length limit: not empty, and its last token is no end (or pad)."""
     ends = trainer.end_token_ids
     return [len(ids) > 0 and int(ids[-1]) not in ends for ids in completion_ids]
 

@@ -7,7 +7,7 @@
                  a batch are made in the bins of its steps)
 
 One bin of the first optimizer step that is taken is measured: the largest after the first, since the first also makes
-the gradients; or the only one. What its forward and backward add at their peak, divided by its tokens, is the memory of
+the gradients; or the only bin. What its forward and backward add at their peak, divided by its tokens, is the memory of
 a token. Free memory is what device and allocator have left after that step, with the optimizer's state, less the
 gradients; ``SHARE`` of it is used. A bin that still runs out of memory halves the number (``step.out_of_memory``). A
 checkpoint holds the number, so that a resumed run plans the same bins.

@@ -1,4 +1,4 @@
-"""The exact update: compute TRL's gradient from the live rows only (those with an advantage), in bins without padding.
+"""The exact update: compute TRL's gradient from live rows only (nonzero advantage), in bins without padding.
 
 HF's loop calls ``compute_loss`` once per micro-batch. Here all micro-batches of an optimizer step but the last are only
 put aside (their loss is a constant 0). With the last one, all rows of the step are planned, and forward and backward

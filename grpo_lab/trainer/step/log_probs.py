@@ -110,7 +110,7 @@ class GenerationForwards:
 
     @staticmethod
     def of(trainer: UpdatePort) -> GenerationForwards:
-        """Decide anew for every generation batch."""
+        """Return the decision, made anew for every generation batch."""
         misaligned = trainer.phase.outlives_a_step
         corrected = trainer.correction is not None
         wanted = misaligned or corrected
