@@ -1,5 +1,5 @@
 """Partial rollouts, ``rollout: {cut_after: c}``: a completion longer than c tokens is put aside and continued with the
-next generation batch, so that a few long ones do not hold up the rest.
+next generation batch. So a few long ones do not hold up the rest.
 
 Generation batch k needs P groups of G completions. In place of TRL's generation:
 
@@ -21,7 +21,7 @@ The groups are the same on every rank; each asks the engine for its share of the
 
 A row without a finite log-prob for each token (NaN in the engine's weights or KV cache) is not continued. It is asked
 for again at the next turn, after the weights were sent anew, which clears that cache. From the ``TURNS``-th such turn
-in a row of one generation batch on, rows are taken as they are, and the guard leaves out the steps that train on them.
+in a row of one generation batch on, rows are taken as they are. The guard then leaves out the steps that train on them.
 
 Sources: Kimi k1.5 (arXiv 2501.12599, partial rollouts), which puts aside what passes a budget of tokens; APRIL (arXiv
 2509.18521), which begins more than it trains on. Both continue under the newer policy.

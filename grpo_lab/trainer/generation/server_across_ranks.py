@@ -4,9 +4,9 @@ In TRL the main process talks to the server while the others wait for its broadc
 them waiting. Here every exchange ends in ``raise_together``: the same error on every rank at the same place. So a
 checkpoint, which takes all ranks, can be written before the run ends.
 
-A server that is lost during a run may come back: whoever runs it (systemd, Slurm, Kubernetes) starts it again, and the
-run waits for it up to ``rollout.server.return_timeout`` (``ServerReturn``). Then every rank does the same: connect and
-check the model as at the start, send all weights, prove them with the prompts of the failed generation, and generate
+A server that is lost during a run may come back: whoever runs it (systemd, Slurm, Kubernetes) starts it again. The run
+waits for it up to ``rollout.server.return_timeout`` (``ServerReturn``). Then every rank connects and checks the model
+as at the start and sends all weights. They are proven with the prompts of the failed generation, which is then made
 again. The completions are other samples than they would have been: the new server's random numbers begin with its
 ``--seed``.
 """
@@ -292,9 +292,9 @@ class ServerReturn:
 
 @contextlib.contextmanager
 def checkpoint_if_server_gone(trainer: GRPOTrainer, stop: StopOnRequest) -> Iterator[None]:
-    """Return a context that ends the run with a checkpoint of its last step on a fault of ``KEPT``, or on Ctrl-C in a
-    wait for the server. If one rank of several fails alone (a prompt too long for its own engine, or in its rows of
-    streamed data), there is no checkpoint, which would take all of them."""
+    """Return a context in which a fault of ``KEPT``, or Ctrl-C in a wait for the server, ends the run with a checkpoint
+    of its last step. If one rank of several fails alone (a prompt too long for its own engine, or in its rows of
+    streamed data), there is none: that would take all of them."""
     try:
         yield
     except KEPT as fault:

@@ -3,7 +3,7 @@
 While the trainer is built, TRL's ``VLLMGeneration`` is replaced by a subclass (``engine_class``). It starts the engine
 with the recipe's options. If the engine packs its weights (the CPU build), it sends weights in a way that reaches all
 of them. On a GPU TRL's own sync runs unchanged. With ``rollout.sync: adapter`` a sync sends a new version of the LoRA
-adapter, and the engine keeps the base weights that it read from the disk.
+adapter; the engine keeps the base weights that it read from the disk.
 """
 
 from __future__ import annotations

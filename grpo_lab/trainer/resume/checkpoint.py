@@ -1,9 +1,9 @@
 """Write checkpoints atomically: under its name a checkpoint is complete, or it is not there at all.
 
 transformers and TRL write file by file into ``checkpoint-N``. Here everything (theirs, ours, a critic, every rank's
-shards) goes into ``_saving/checkpoint-N``. When all ranks are done, the list of files is written, all of it is flushed
-to the disk, and one rename gives the folder its name. Then come the push to the hub and the pruning of old checkpoints.
-On nodes without a common file system, each node's first process moves what is on its own disk.
+shards) goes into ``_saving/checkpoint-N``. When all ranks are done, the list of files is written and all is flushed to
+the disk. One rename gives the folder its name. Then come the push to the hub and the pruning of old checkpoints. On
+nodes without a common file system, each node's first process moves what is on its own disk.
 
 If a rank cannot write, all of them raise ``CheckpointNotWritten``; the partial checkpoint is removed, and earlier ones
 stay. With FSDP or DeepSpeed, and if a best checkpoint is kept (``metric_for_best_model``), the others may be inside a
@@ -259,5 +259,5 @@ def _settle(trainer: UpdatePort, partial: Path, place: Path, main: bool) -> None
     if _writes(trainer, main):
         if main and trainer.state.best_global_step == trainer.state.global_step:  # it names the old folder
             trainer.state.save_to_json(str(partial / "trainer_state.json"))
-        with contextlib.nullcontext() if main else contextlib.suppress(FileNotFoundError):  # common disk: it is moved
+        with contextlib.nullcontext() if main else contextlib.suppress(FileNotFoundError):  # common disk: all moved
             keep(partial, place, trainer.args.save_checksums, finite=not trainer.lab_settings.keeps_nan)

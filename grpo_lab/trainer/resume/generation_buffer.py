@@ -44,7 +44,7 @@ VERDICTS = ("fits", "absent", "changed", "broken")
 
 def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Return (description for ``json.dumps``, tensors on the CPU by key) of ``value``. A tensor that occurs several
-    times (``num_items_in_batch``) is stored once and is one object again after ``rebuilt``: the exact update asks by
+    times (``num_items_in_batch``) is stored once and is one object again after ``rebuilt``. The exact update asks by
     ``is`` whether micro-batches come from one generation batch. Raise ValueError if something in it is neither a plain
     tensor, None, bool, number, string, list, tuple nor a dict with string keys; the message says what and where."""
     tensors: dict[str, Tensor] = {}

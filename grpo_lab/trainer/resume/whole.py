@@ -3,8 +3,9 @@
 
 A checkpoint is written into ``_saving/`` and moved to its name when it is whole and finite, with a list of its files
 (``MARK``). So a folder ``checkpoint-N`` of ours is both. Checkpoints of stock TRL or of earlier versions, and files
-that were cut since, are found by a look at the heads and ends of the files. Before a resume, all of a checkpoint is
-read (``damaged``): against the checksums of the list, and for NaN, unless the list says that this was done.
+that were cut since, are checked by the heads and ends of the files. Before a resume, all of a checkpoint is read
+(``damaged``) and compared with the checksums of the list. It is also searched for NaN, unless the list says that this
+was done.
 """
 
 from __future__ import annotations

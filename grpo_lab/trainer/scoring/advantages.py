@@ -47,7 +47,7 @@ def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | 
 
     The shape is ``[N]``, one per row of the table, or ``[B, T]``, one per token of this rank's rows. With a guard
     (``faults``), advantages that are not finite become 0 and the batch is marked as bad. Raise ValueError for another
-    type or shape or, without a guard, for an advantage that is not finite on a row or on a token with loss.
+    type or shape. Without a guard, raise it also for an advantage that is not finite on a row or on a token with loss.
     """
     assert table.local is not None
     rows = table.values.size(0)

@@ -147,7 +147,7 @@ class Resampler:
         fields = {name: value[mine] for name, value in merged.fields.items()}
         tokens = merged.loss_mask[index].sum()
         batch = {**first.batch, **fields, POSITION_OFFSET: merged.offset[mine], "num_items_in_batch": tokens}
-        ours = trainer.algorithm.objective is not None  # TRL's loss reads them as they are
+        ours = trainer.algorithm.objective is not None  # TRL's own loss reads old log-probs as they are
         if ours and not first.forwards.draws:
             keep_copy(batch)
         rewarded = Rewarded.joined([scored.rewarded for scored in rounds]).picked(index)

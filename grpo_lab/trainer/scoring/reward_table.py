@@ -117,7 +117,7 @@ def _is_infinite(score: float | None) -> bool:
 def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: Any, kl: KLTerm | None = None) -> None:
     """Give a reward that reads tokens the run's tokenizer. Raise ValueError if step rewards come without a rule or hook
     that reads steps, or the reverse. Raise it, too, if a KL in the reward (``kl``) is per completion and there is no
-    outcome to take it from: a z-score of the KL alone is the same for every coefficient."""
+    outcome to take it from. A z-score of the KL alone is the same for every coefficient."""
     given = [reward for reward in reward_funcs if scope_of(reward) == "step"]
     for reward in reward_funcs:
         reads_tokens = scope_of(reward) == "step" or getattr(reward, "reads_tokens", False)

@@ -62,9 +62,9 @@ def keep_bad_step(trainer: UpdatePort, faults: Faults, facts: dict[str, Any]) ->
 def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
     """Read what ``keep_bad_step`` wrote: the facts, and each rank's tensors, ``<field>`` ``[rows, …]``.
 
-    ``facts["of_rank"][r]["rows"][i]`` describes row i of rank r: its micro-batch, its row there, which fields
-    (``rewards``, too) are not finite, how many tokens prompt and completion have, and its rewards (in the order of
-    ``facts["rewards"]``; None if they are not known).
+    ``facts["of_rank"][r]["rows"][i]`` describes row i of rank r: its micro-batch, its row there, and which fields
+    (``rewards``, too) are not finite. It also has the number of tokens of prompt and completion, and the rewards (in
+    the order of ``facts["rewards"]``; None if they are not known).
     """
     place = Path(folder)
     facts = read_record(place / FACTS, {"ranks": int, "of_rank": list})

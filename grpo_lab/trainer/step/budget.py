@@ -12,8 +12,9 @@ a token. Free memory is what device and allocator have left after that step, wit
 gradients; ``SHARE`` of it is used. A bin that still runs out of memory halves the number (``step.out_of_memory``). A
 checkpoint holds the number, so that a resumed run plans the same bins.
 
-One more forward costs more if its kernels are launched one by one than on a CPU. So with the measured number, bins are
-planned with ``LAUNCHES`` tokens for it: a step of some 10⁴ tokens is one to three forwards, if they fit.
+One more forward costs more if its kernels are launched one by one than on a CPU. So with the measured number,
+``LAUNCHES`` tokens are counted for it in the plan. A step of some 10⁴ tokens is then one to three forwards, if they
+fit.
 
 A device without memory statistics (a CPU) has nothing to measure: there ``auto`` is the stock micro-batch's size.
 """

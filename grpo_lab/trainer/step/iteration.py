@@ -116,10 +116,10 @@ def empty_optimizer(optimizer: Any) -> None:
 
 
 class OptimizerReset(TrainerCallback):  # type: ignore[misc]
-    """Clears the optimizer's state after the last update of a generation batch, so that checkpoints hold no moments
-    either, and before a new batch is generated. Weights, gradients and the learning-rate schedule are not touched. A
-    run resumed inside a batch keeps the moments of its updates so far (``generation_buffer``). Raises ValueError with
-    DeepSpeed, or if the optimizer has state in its parameter groups (schedule-free, Prodigy)."""
+    """Clears the optimizer's state before a generation batch and after its last update, so that checkpoints hold no
+    moments either. Weights, gradients and the learning-rate schedule are not touched. A run resumed inside a batch
+    keeps the moments of its updates so far (``generation_buffer``). Raises ValueError with DeepSpeed, or if the
+    optimizer has state in its parameter groups (schedule-free, Prodigy)."""
 
     def __init__(self, trainer: UpdatePort) -> None:
         if trainer.is_deepspeed_enabled:

@@ -14,8 +14,8 @@ sequence in bfloat16, where GSPO clips at 3e-4). So a batch that serves several 
 ``ProximalSource`` says which of them holds for a micro-batch.
 
 With a random forward (dropout), TRL's old log-probs are another draw than the loss's. So they are here: made at
-generation for every row. If an optimizer step mixes rows of two batches or passes, the later bins are not known, and
-old log-probs are off by what the precision rounds.
+generation for every row. If an optimizer step mixes rows of two batches or passes, the later bins are not known. Old
+log-probs are then off by rounding.
 """
 
 from __future__ import annotations

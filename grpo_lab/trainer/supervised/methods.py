@@ -4,14 +4,14 @@ models), or by a teacher. The losses are TRL's, unchanged.
     DPO     −log σ(r̂(y⁺) − r̂(y⁻))       r̂ = β log π(y|x)/π₀(y|x)       arXiv 2305.18290, eq. 7
     SimPO   −log σ(r̂(y⁺) − r̂(y⁻) − γ)   r̂ = β log π(y|x)/|y|           arXiv 2405.14734, eq. 6
 
-SimPO needs no reference model and divides by the length, so a long answer is not dispreferred for its length, only for
+SimPO needs no reference model and divides by the length, so a long answer is not penalised for its length, only for
 being the rejected one. TRL's CPO adds a likelihood term to it by default (`cpo_alpha` 1). Here it is off unless it is
 set, as in SimPO's paper. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β). γ = 0 is the
 form of lecture notes.
 
 Both log ``rewards/weight``, how strongly each pair pulls: the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), with γ added inside of
-σ for SimPO (section 2.3). It is the weight in DPO's gradient, ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]: near 1 where the
-model's own reward has the pair the wrong way round, ½ where it is undecided, near 0 where it is learned.
+σ for SimPO (section 2.3). It is the weight in DPO's gradient, ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]. It is near 1
+where the model's own reward has the pair the wrong way round, ½ where it is undecided, near 0 where it is learned.
 
 The trainer saves the model: under FSDP and ZeRO each process holds a part of it, so all must take part.
 """
@@ -228,7 +228,7 @@ def trl_of(method: str) -> tuple[Any, Any]:
 class SFTInBins(SFTTrainer):  # type: ignore[misc]
     """TRL's SFT trainer that forwards a batch of text in bins of rows of like length, each as wide as its longest row.
 
-    TRL's loss is the sum over the tokens of the optimizer step, divided by their number, so the gradient is that of the
+    TRL's loss is the sum over the tokens of the optimizer step, divided by their number. So the gradient is that of the
     batch in one piece. Not used if several ranks or shards step together: their numbers of bins differ.
     """
 
