@@ -1,7 +1,7 @@
 """grpo_lab: reinforcement learning from verifiable rewards as a plug-in for Hugging Face TRL.
 
-Public names are loaded on first use, so that ``import grpo_lab`` (and each of its packages in pure torch) costs nothing
-and works on a machine without TRL, vLLM or math-verify.
+Public names are loaded on first use. So ``import grpo_lab``, and each of its packages in pure torch, costs nothing and
+works on a machine without TRL, vLLM or math-verify.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class RewardTable:
     def __post_init__(self) -> None:
         for name in ("values", "weights"):
             tensor: Tensor = getattr(self, name)
-            where = "cpu" if tensor.device.type == "mps" else tensor.device  # has no float64
+            where = "cpu" if tensor.device.type == "mps" else tensor.device  # MPS has no float64
             object.__setattr__(self, name, tensor.to(where, torch.float64))
         n, f = self.values.shape
         if f != len(self.names) or f != self.weights.numel():
@@ -185,7 +185,7 @@ class RewardTable:
     def total(self) -> Tensor:
         """Weighted sum ``[N]``, float64; NaN where *no* component could score the row.
 
-        The sum of rewards has float32's resolution, since TRL gathers rewards in float32: 0.1 + 0.2 and 0.3 are then
+        The sum of rewards has float32's resolution, since TRL gathers rewards in float32. So 0.1 + 0.2 and 0.3 are
         equal, and a group of such rewards is dead. Penalties are added in float64.
         """
         weighted = self.values * self.weights.to(self.values.device)

@@ -83,7 +83,7 @@ def _main(words: Sequence[str] | None) -> int:
         code, said = _code_of(error)
         if code == 0 or (known.traceback and code != EXIT_INTERRUPTED):
             raise
-        if code != EXIT_INTERRUPTED or first:  # every process is asked to stop
+        if code != EXIT_INTERRUPTED or first:  # every process stops: one message is enough
             _say(said)
         return code
 
@@ -159,7 +159,7 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
             own.add_argument("--submit", choices=["slurm"], help=SUBMIT)
         if command.resumes:
             own.add_argument("--resume", action="store_true", help="as without it: the same command goes on")
-        # after the command, too; SUPPRESS: its default is the one above
+        # allowed after the command, too; SUPPRESS keeps the value from before it
         own.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=TRACEBACK)
         if command.verbose:
             own.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=VERBOSE)
@@ -190,7 +190,7 @@ def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) ->
     from grpo_lab.recipe.yaml import parse_overrides, read_yaml, switched_on
 
     rest = [*rest, *_name_recipe(command, known)]
-    if known.config is None:  # asked how far it is
+    if known.config is None:  # `status` or `show`
         _load(f"pipelines.standing:{known.action}")(Path(known.place))
         return 0
     file = Path(known.config)

@@ -76,7 +76,7 @@ def not_finite(folder: Path) -> str | None:
         name = file.relative_to(folder).as_posix()
         try:
             found = {tensor: bool(is_bad(value)) for tensor, value in _tensors(file)}
-        except Exception:  # whatever the readers of four formats raise: whoever loads it says so
+        except Exception:  # whatever the readers of four formats raise: whoever loads the file reports it
             continue
         if bad := [tensor for tensor, is_one in found.items() if is_one]:
             return f"{name} holds NaN or infinities, {in_words(bad, len(found))}"

@@ -69,8 +69,8 @@ def saving(place: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _of_disk(error: Exception) -> tuple[int, str] | None:
-    """Return number and message of a write that the disk refused; None for any other error, and for one that names its
-    file."""
+    """Return number and message if the disk refused a write; None for any other error, and for one that names
+    its file."""
     kind = type(error)
     said = str(error)
     if isinstance(error, OSError) and error.errno is not None:
@@ -256,8 +256,8 @@ def _to_disk(path: Path) -> None:
 
 
 def own_cores() -> int:
-    """Count the cores that this process is bound to (containers, ``taskset``), if the system says so; else all of the
-    machine."""
+    """Count the cores that this process is bound to (containers, ``taskset``), if the system says so; else all cores of
+    the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

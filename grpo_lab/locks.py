@@ -70,7 +70,8 @@ def _taken(opened: int) -> bool:
 
 
 def _holder(opened: int) -> int | None:
-    """Return the process that has the file locked; 0: one of another machine or container; None: nobody."""
+    """Return the process that has the file locked; 0 if it is on another machine or in another container, None if there
+    is none."""
     whole_file = (os.SEEK_SET, 0, 0, 0)
     if _ON_LINUX:
         asked = (fcntl.F_WRLCK, *whole_file)

@@ -26,8 +26,7 @@ def knobs_of(part: Any) -> dict[str, Any]:
 
 
 def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> None:
-    """Raise ``ValueError`` if ``name`` is no valid name, or another object's already (a ``redefined`` one is
-    the same)."""
+    """Raise ``ValueError`` if ``name`` is no valid name, or another object's already (unless that is ``redefined``)."""
     if not isinstance(name, str) or not name or ":" in name or name != name.strip():
         raise ValueError(f"{what} is registered as {name!r}; it must be a name without ':' ('module:attribute')")
     if name in table and table[name] is not part and not redefined(table[name], part):

@@ -58,7 +58,7 @@ def absent(needed: Sequence[str] = NEEDED) -> dict[str, str]:
 
 
 def failing(needed: Sequence[str] = NEEDED) -> dict[str, str]:
-    """Return requirements that do not import → why: absent ones, and those that raise.
+    """Return requirements that do not import → why: absent ones, and those that raise an error.
 
     Imports all others, which takes seconds: call it only once something has failed.
     """

@@ -1,8 +1,8 @@
 """Settings with types that pydantic checks, read from what a person wrote, and one sentence for each mistake in it.
 
-``@settings()`` makes a frozen dataclass that checks its fields wherever it is made: by ``read`` from a mapping of a
-recipe, a configuration or a command line, or in Python. Field types that say more than a plain ``int`` are defined
-here, each with its words. ``typed`` reads numbers and switches for classes and functions that are not ours.
+``@settings()`` makes a frozen dataclass that checks its fields, in Python as well as in ``read``, which makes it from a
+mapping (a recipe, a configuration, a command line). Field types that say more than a plain ``int`` are defined here,
+each with its words. ``typed`` reads numbers and switches for classes and functions that are not ours.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _in_our_words(where: str, root: str) -> Iterator[None]:
         places = [found["loc"] for found in error.errors()]
         for found in error.errors():
             if found["type"] == "too_short" and any(one[: len(found["loc"])] == found["loc"] != one for one in places):
-                continue  # its entries are wrong, which is said of each
+                continue  # its entries are wrong, and each has an error of its own
             path = [where] if where else []
             path += [str(step) for step in found["loc"] if step not in _COLLECTED]
             mistakes.append(_sentence(found, path, root))
@@ -260,7 +260,7 @@ def _sentence(found: Any, path: list[str], root: str) -> Exception:
     kind = found["type"]
     place = f"`{'.'.join(path)}`" if path else root
     if kind == "value_error":
-        return found["ctx"]["error"]  # a check of the class itself, which says all
+        return found["ctx"]["error"]  # raised by the class's own check: a whole sentence
     if kind == "unknown":
         return UnknownSettingError(f"{place} {found['msg']}")
     if kind == "unexpected_keyword_argument":  # in Python

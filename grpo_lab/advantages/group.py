@@ -41,8 +41,8 @@ def group_average(grouped: Tensor) -> Tensor:
 
 
 def is_dead(grouped: Tensor) -> Tensor:
-    """Return bool ``[N/G]``: True if all rewards of the group that are not NaN are equal, or all are NaN. By the
-    formula its advantages are 0."""
+    """Return bool ``[N/G]``: True if all rewards of the group that are not NaN are equal, or all are NaN. The rules
+    that subtract the mean then give 0."""
     groups, size = grouped.shape
     number = torch.arange(groups, device=grouped.device).repeat_interleave(size)
     return has_equal(grouped.reshape(-1), number, groups)

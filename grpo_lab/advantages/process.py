@@ -1,5 +1,5 @@
-"""Process supervision: each step of a completion has a score; each token gets the sum of the scores that lie ahead of
-it."""
+"""Process supervision: each step of a completion has a score; a token gets the sum of the scores of its own and all
+later steps."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class StepTable:
         )
 
     def local(self, rows: slice) -> StepTable:
-        """Return the steps of a slice of rows, such as a rank's own. Rows are counted from the slice's first; groups
-        are of one."""
+        """Return the steps of a slice of rows, such as a rank's own. Rows are counted from the slice's first; each is a
+        group by itself."""
         mine = (self.row >= rows.start) & (self.row < rows.stop)
         return StepTable(self.row[mine] - rows.start, self.end[mine], self.score[mine], rows.stop - rows.start, 1)
 

@@ -36,7 +36,7 @@ def token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor
     """1/tokens Σ_i Σ_t loss over the tokens of the optimizer batch: every token counts the same.
 
     Source: DAPO (arXiv 2503.14476, eq. 8). As in TRL, ``tokens`` is counted over the generation batch and rescaled to
-    one accumulation window; it may be ``[B, 1]`` where rows of one step come from several generation batches.
+    one accumulation window. It is ``[B, 1]`` if the rows of one step come from several generation batches.
     """
     tokens = denominators.tokens
     if isinstance(tokens, Tensor) and tokens.dim() > 0:

@@ -123,8 +123,8 @@ class DetachedWeight:
     """CISPO, which keeps every token's gradient: loss_t = −sg(min(ρ_t, bound)) · Â · log π(y_t).
 
     Source: MiniMax-M1 (arXiv 2506.13585, eq. 4–5): only the upper end is tuned. As in TRL, ``bound`` is the *absolute*
-    upper bound of the ratio (TRL's ``epsilon_high``), not 1 + ε; the paper's own value is undisclosed, ScaleRL
-    (arXiv 2510.13786) uses 5. TRL's default of 0.2 would damp every token.
+    upper bound of the ratio (TRL's ``epsilon_high``), not 1 + ε. The paper's own value is undisclosed; ScaleRL (arXiv
+    2510.13786) uses 5. TRL's default of 0.2 would damp every token.
 
     Args:
         epsilon: the bound where ``epsilon_high`` is ``None``; > 0.
@@ -150,8 +150,7 @@ class DetachedWeight:
         return -weight * batch.advantages * batch.logps
 
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return which tokens of positive advantage had their weight cut to the bound, bool ``[B,
-        T]`` or ``[B, 1]``."""
+        """Return which tokens of positive advantage had their weight cut, bool ``[B, T]`` or ``[B, 1]``."""
         return {"cispo_clip_ratio": (batch.ratio > self.bound) & (batch.advantages > 0)}
 
     def literal(self, row: LiteralRow, t: int) -> float:

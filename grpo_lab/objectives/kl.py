@@ -12,7 +12,7 @@ k3     eˣ − x − 1    unbiased, ≥ 0                         *forward* KL(�
 
 "Of each next token": the prefixes are held fixed, so a token is not charged for the divergence that it leads to later.
 *In the reward* (no gradient through the estimate) k1, summed over the completion, gives the gradient of the KL of whole
-completions exactly; so does k1 per token, where token t pays for t and what comes after it, with less noise.
+completions exactly. So does k1 per token, with less noise; token t then pays for t and what comes after it.
 ``k1_clamped`` = max(k1, 0) is 0 at a token that the reference prefers; it overstates the KL and is for the reward only.
 TRL's default (``use_bias_correction_kl``: ρ·k3 with ρ not detached) has on-policy exactly the gradient of k2.
 

@@ -129,8 +129,8 @@ def _seen(found: Any) -> str:
 def _safe_inputs(batch: TokenBatch) -> TokenBatch:
     """Set every ``[B, T]`` input to 0 at masked positions.
 
-    Selecting the loss is not enough if one is NaN there: the backward forms 0 · NaN, and a sequence-level ratio would
-    spread that over the whole row.
+    Selecting the loss is not enough if an input is NaN there. The backward forms 0 · NaN, and a sequence-level ratio
+    would spread that over the whole row.
     """
     names = ("logps", "proximal_logps", "log_ratio", "advantages", "ref_logps", "entropies", "sampler_weights")
     inputs: dict[str, Any] = {name: getattr(batch, name) for name in names}

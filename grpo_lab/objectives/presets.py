@@ -1,7 +1,7 @@
 """Presets of objectives: each names an advantage rule, a ratio level, a surrogate and an aggregation. A new paper is
 one row here.
 
-Numbers that a user tunes (ε, δ, β) are not part of a row: they are the fields of the surrogate's dataclass, and come
+Numbers that a user tunes (ε, δ, β) are not part of a row. They are the fields of the surrogate's dataclass, and come
 from TRL's own settings (``epsilon``, ``epsilon_high``, ``delta``, ``beta``) or from the ``objective`` mapping.
 """
 

@@ -21,9 +21,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: f
 
         ½ · max( (V − R)², (V_clip − R)² )        V_clip = V_old + clamp(V − V_old, ±cliprange)
 
-    The larger of the two: a value that has moved further than ``cliprange`` *towards* its return has no gradient left,
-    one that moved away has all of it. Source: PPO's public implementations (OpenAI baselines, AlpacaFarm, TRL's deleted
-    PPOTrainer); the paper (arXiv 1707.06347, eq. 9) has the plain square, ``cliprange=None``.
+    The larger of the two squares counts. So a value that has moved further than ``cliprange`` *towards* its return has
+    no gradient; one that moved away has all of it. Source: PPO's public implementations (OpenAI baselines, AlpacaFarm,
+    TRL's deleted PPOTrainer); the paper (arXiv 1707.06347, eq. 9) has the plain square, ``cliprange=None``.
 
     Args:
         values: ``[B, T]`` of the critic that is being trained; carries the gradient.

@@ -204,7 +204,7 @@ def _loaded(recipe: CurationRecipe, ready: Resolved, stop: StopRequests) -> Filt
 
 
 def _check(recipe: CurationRecipe, overwrite: bool) -> None:
-    """Raise ValueError if the folder's samples have another number per problem than the recipe."""
+    """Raise ValueError if the folder has another number of samples per problem than the recipe asks for."""
     if overwrite:
         return
     instead = "give --overwrite to sample anew, or another `--output_dir`"
@@ -215,8 +215,8 @@ def _check(recipe: CurationRecipe, overwrite: bool) -> None:
 
 
 def _load(recipe: CurationRecipe, asked: Questions, overwrite: bool, here_only: bool) -> list[Any]:
-    """Load the evaluation sets that rows are compared with. Raises ValueError for what cannot be loaded, sampled or
-    balanced."""
+    """Load the evaluation sets that rows are compared with (contamination). Raises ValueError for what cannot be
+    loaded, sampled or balanced."""
     filters = recipe.filters
     by = filters.balance and filters.balance.by
     if by and asked.rows is not None:
@@ -261,8 +261,8 @@ def _rows_of(batch: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
 def write_rows(folder: Path, selection: Selection) -> pa.Table:
     """Write `curated.*` and `all.parquet`, and return the rows that stay.
 
-    The table is made a column at a time, and lines are written some at a time: beside the rows themselves only the
-    table is in memory.
+    Beside the rows themselves only the table is in memory: it is made a column at a time, and lines are written some at
+    a time.
     """
     import pyarrow as pa
 

@@ -95,7 +95,7 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
 
 def _of_this_machine(recipe: Recipe) -> dict[str, Any]:
     """Return settings that replace the recipe's own in a plan: those for number formats and kernels. For a stage on
-    several processes, also the batch of all of them on this one."""
+    several processes, also their joint batch size, since a plan has one process."""
     processes = outlook().processes
     if processes == 1:
         return NOT_OF_THIS_MACHINE
@@ -108,7 +108,7 @@ def _rewards(recipe: Recipe, job: Job, config: Any) -> str:
     """List the recipe's rewards and those that its trainer declares, each with its weight or its schedule."""
     rewards = job.rewards
     own = len(job.rewards)
-    if recipe.environment_factory is None:  # what one owns counts as given, and is known when it is built
+    if recipe.environment_factory is None:  # an environment's own rewards are known only when it is built
         rewards, config = with_declared_rewards(job.trainer, rewards, config)
     names = [section.name for section in recipe.rewards] + [reward_name(one) for one in rewards[own:]]
     weights = config.reward_weights or [1.0] * len(rewards)
@@ -160,7 +160,7 @@ def _checked(recipe: Recipe, job: Job) -> str:
             args=lab_config(recipe, **_of_this_machine(recipe), **NOT_BUILT, output_dir=folder),
             train_dataset=job.rows,
             eval_dataset=job.eval_rows,
-            processing_class=tokenizer,  # a vision model's would be looked for with its images' part
+            processing_class=tokenizer,  # else TRL would load the processor of a vision model
             **{name: value for name, value in given.items() if value is not None},
         )
     return "rewards, parts, rows, golds, settings, and the trainer built around a small stand-in for the model"

@@ -1,7 +1,7 @@
 """Stages of a pipeline's recipe, ready to be run, and the files that record how far they are.
 
-``run.json`` says whose the folder is, ``pipeline.yaml`` what is asked for, ``pipeline.json`` how far every stage is.
-All of it follows from the recipe and the stages' own `stage.json`.
+``run.json`` says which pipeline the folder holds, ``pipeline.yaml`` what is asked for, ``pipeline.json`` how far every
+stage is. All of it follows from the recipe and the stages' own `stage.json`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Entry(Stage):
         if record.status == DONE:
             return
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
-        with suppress(OSError):  # the folder is gone, or the disk is full: that is what is said
+        with suppress(OSError):  # the folder is gone, or the disk is full: `error` itself is reported
             record.end(self.folder, BROKEN_OFF if stopped else FAILED, "" if stopped else error)
 
 
@@ -142,7 +142,7 @@ def _entry(number: int, section: StageSection, recipe: PipelineRecipe, kinds: Ma
         raise ValueError(f"`stages.{section.name}.launch`: a stage of kind {section.stage!r} runs in one process")
     with in_stage(section.name):
         own = getattr(kind, "__dataclass_fields__", {})
-        if "recipe" not in own:  # which knows its own words
+        if "recipe" not in own:  # a command's recipe does it itself
             others = [name for name in given if name not in own]
             refuse_words_from_elsewhere(others, f"`stages.{section.name}`", SUPERVISED)
         settled = read(kind, given, f"stages.{section.name}")
@@ -160,7 +160,7 @@ class PipelineFiles:
     """Stage → what its file was like, its part of `pipeline.json`, whether it is done."""
 
     def begin(self) -> None:
-        """Write all three: whose the folder is, what is asked for, and how far every stage is."""
+        """Write all three: which pipeline it is, what is asked for, and how far every stage is."""
         folder = self.recipe.output_dir
         folder.mkdir(parents=True, exist_ok=True)
         write_run(folder, {"name": self.recipe.name, "pipeline": PIPELINE, "versions": versions()})

@@ -9,7 +9,7 @@ scripts/memory_table.py):
     frozen       wN, under ZeRO-3 and FSDP wN/R: the reference (β > 0, DPO), a teacher, a reward model, a second model
     activations  a token: a(L + 1), with gradient checkpointing 4h(L + 1) + a; a = 28h + 8w(q + k) + 4wI (bf16: w = 2),
                  h wide, L layers, queries q, keys k, MLP I wide, fused attention; head 4Vh, `distill` 40V a token
-    generating   wN; + 12V for each row, a for each token of a prompt, 2wLk for each token. vLLM: wN, besides its share
+    generating   wN; + 12V a row, a for each token of a prompt, 2wLk for each token. vLLM: wN, besides its own memory
 
 Not counted: what an allocator wastes, the device's context, a colocated engine, a critic, rewards that are no models.
 """
@@ -199,7 +199,7 @@ class Estimates:
             tokens = rows * (prompt + length)
             half = s["bf16"] is not False or bool(s["fp16"])
             parts["trained"] = states(model, launch, half=half)
-            named = s.get("activation_checkpointing")  # transformers' name from 5.23 on, which goes before the old one
+            named = s.get("activation_checkpointing")  # transformers' name from 5.23 on; it takes precedence
             again = s["gradient_checkpointing"] if named is None else named
             parts["activations"] = activations(model, tokens, again, half)
             parts["LM head"] = 40 * vocabulary * tokens if method == "distill" else 4 * vocabulary * h
@@ -237,7 +237,7 @@ class Estimates:
             steps = s.get("max_steps", 0)
             every = held_out.every
             each = held_out.max_new_tokens or length
-            if every and steps < 1:  # how often, the number of steps says
+            if every and steps < 1:  # without the number of steps, how often is not known
                 each = None
             times = held_out.before + rounds + (steps // every if every else 0)
             jobs.append(("generated", held_out.data, _answers(held_out) * times, each))
@@ -295,7 +295,7 @@ def _of_training(s: Mapping[str, Any], length: int | None, ranks: int) -> tuple[
             times *= s["num_generations"]
         again = isinstance(update, Mapping) and update.get("dead_groups") == "resample" and update.get("max_rounds", 4)
         return "generated", rows, times * (again or 1), length
-    if method == "distill" and s["tokens"] is not None:  # it ends with the log after them
+    if method == "distill" and s["tokens"] is not None:  # it ends with the first log after so many tokens
         return "generated", 1, 1, s["tokens"] + together * accumulated * ceil(s["logging_steps"]) * (length or 0)
     if method == "distill":
         return "generated", rows, times, length

@@ -155,7 +155,7 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
             if kept:
                 raise StoppedByUser(kept)
         except KeyboardInterrupt as stop:
-            if not asked:  # Ctrl-C is the command line's
+            if not asked:  # a real Ctrl-C, which the command line reports
                 raise StoppedByUser(kept or "nothing") from stop
             print(f"grpo-lab: {asked[0]}: stopped; kept: {kept or 'nothing'}", file=sys.stderr, flush=True)
             return EXIT_INTERRUPTED
@@ -267,7 +267,7 @@ def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) 
     except OSError as error:
         raise ValueError(f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another") from error
     for one in stale:
-        (folder / SWEEP).unlink(missing_ok=True)  # which lists them
+        (folder / SWEEP).unlink(missing_ok=True)  # the sweep's file lists the folders
         shutil.rmtree(one)
     return writer
 
@@ -351,13 +351,13 @@ def held_out_like(run: str | Path) -> HeldOut:
             "`evaluation.max_new_tokens` there"
         )
     seed = flat.get("seed")
-    otherwise = 0 if "method" in written else 42  # of long2short, or of training
+    otherwise = 0 if "method" in written else 42  # the default of long2short, or of training
     return HeldOut(parsed, int(tokens), int(otherwise if seed is None else seed))
 
 
 def _as_written(section: Any) -> Any:
-    """Convert a section of a run's own copy of its recipe to the written form: there, arguments of rows and reward
-    stand below ``arguments``."""
+    """Convert a section from a run's own copy of its recipe, which keeps arguments of rows and reward apart, to the
+    written form."""
     if not isinstance(section, Mapping):
         return section
     arguments = None

@@ -1,5 +1,5 @@
-"""`grpo-lab harness`: write held-out rows as a task of lm-evaluation-harness, on which a model's score is the score
-here.
+"""`grpo-lab harness`: write held-out rows as a task of lm-evaluation-harness, judged as `grpo-lab evaluate` judges
+them.
 
 The harness is github.com/EleutherAI/lm-evaluation-harness, tried with 0.4.13. The folder has ``<name>.yaml`` (the
 task), ``<name>.py`` (its two functions, which call this module) and ``rows.jsonl``, whose prompts are rendered here.

@@ -4,7 +4,7 @@ A kind is a class of settings (`grpo_lab.settings.settings`) with
 
     run       `run(workspace)` does it in ``workspace.folder`` (`runs.stage.Workspace`) and returns facts: the results
               in its `stage.json`
-    plan      `plan()` returns its words for ``--dry-run``; it may be left out, as the rest
+    plan      `plan()` returns its words for ``--dry-run``; optional, as is everything below
     leaves    what later stages can take, name → place in its folder (``{"model": "model"}``)
     perhaps   names in ``leaves`` that exist only under some settings
     keeps     places in its folder of results that no stage takes; if one is lost, the stage runs again in its folder
@@ -62,7 +62,7 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
         perhaps: ClassVar[Collection[str]] = ("preference",)
         locks: ClassVar[bool] = True
         ranks: ClassVar[bool] = do is train
-        seed = None  # the recipe's
+        seed = None  # the recipe has its own
         if do is train:
             no_matter: ClassVar[Collection[str]] = CANNOT_CHANGE_THE_PAST.difference(LENGTH)
         else:
@@ -77,7 +77,7 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
             return read_recipe({**self.recipe, "output_dir": "."})
 
         def plan(self) -> str:
-            with TemporaryDirectory() as folder:  # a new one: what is in the stage's own, the stage is asked
+            with TemporaryDirectory() as folder:  # an empty one: the stage's own is looked at elsewhere
                 plan(read_recipe({"name": "stage", **self.recipe, "output_dir": folder}))
             plain = {name: value for name, value in self.recipe.items() if not isinstance(value, Mapping | list)}
             return ", ".join(f"{name} {value}" for name, value in plain.items())
@@ -87,7 +87,7 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
                 return facts(
                     do(read_recipe({"name": workspace.folder.name, **self.recipe, "output_dir": str(workspace.folder)}))
                 )
-            except Interrupted:  # who asked may have asked the pipeline
+            except Interrupted:  # if the pipeline was asked to stop, `check` says so
                 workspace.stop.check()
                 raise
 
@@ -95,8 +95,8 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
 
 
 def _of_training(done: TrainingOutcome) -> Facts:
-    """Return a training's results. Reward and length are means of the last ten logs. A last ``evaluation`` adds the
-    accuracy, and its length takes that place."""
+    """Return a training's results. Reward and length are means of the last ten logs. An evaluation at the end adds the
+    accuracy, and replaces the length."""
     run = read_run(done.folder)
     last = {"reward": run.first_of("reward"), "length": run.first_of("completions/mean_length")}
     means = {name: fmean(value for _, value in series[-10:]) for name, series in last.items() if series}

@@ -230,7 +230,7 @@ def _delivered(workspace: Workspace, facts: Facts) -> Facts:
 
 
 def _check(recipe: Long2ShortRecipe, overwrite: bool) -> None:
-    """Raise ValueError for a training, merge or samples that are not possible."""
+    """Raise ValueError if the training or merge is not possible, or samples that are there do not fit."""
     if recipe.method == "merge":
         check_merged(str(recipe.model.path), str(recipe.short_model), recipe.alpha, "model.path")
         return
@@ -270,7 +270,8 @@ def _words(recipe: Long2ShortRecipe, ready: Resolved, overwrite: bool) -> Words:
 
 
 def _settings(recipe: Long2ShortRecipe) -> dict[str, Any]:
-    """Return the settings that decide the new model and its evaluations. Local models count by their content."""
+    """Return the settings that decide the new model and its evaluations. Local models are compared by their
+    contents."""
     return settings_of(recipe, recipe.model.path, recipe.short_model)
 
 

@@ -64,9 +64,9 @@ class OpenRun:
 def claimed(folder: RunFolder, job: Job) -> Iterator[OpenRun]:
     """Hold the folder for the block, on every process: the main one locks it and marks it as this run's.
 
-    Raises ValueError before anything is written: if another process holds it, the run there has other rows or
-    processes, or its checkpoint is beyond ``max_steps`` or needed and gone. Raises Interrupted if a stop file is there
-    when a run is resumed.
+    Raises ValueError, before anything is written, if another process holds it, or the run there has other rows or
+    processes. Also if its checkpoint is beyond ``max_steps``, or needed and gone. Raises Interrupted if a stop file is
+    there when a run is resumed.
     """
     with ExitStack() as lock:
         rows = told_by_main(lambda: _lock(folder, job, lock))
@@ -116,7 +116,7 @@ def _mark(folder: RunFolder) -> dict[str, Any]:
     if folder.is_measured_anew:
         shutil.rmtree(folder.place / "evaluation", ignore_errors=True)
     for name in {"/".join(one.split("/")[:2]) for one in folder.gone if one.startswith(MEASURED)}:
-        shutil.rmtree(folder.place / name, ignore_errors=True)  # half an evaluation is none
+        shutil.rmtree(folder.place / name, ignore_errors=True)  # a part of an evaluation is of no use
     write_whole_text(folder.place / "recipe.yaml", written(folder.settings))
     for one in folder.changed:
         log.warning("resumed with another setting: %s", one)
@@ -135,7 +135,7 @@ def _clear(folder: RunFolder) -> None:
 
 
 def _put_aside(folder: RunFolder) -> None:
-    """Rename what a run of another recipe made, which failed before its first step, to `<name>.before-<n>`."""
+    """Rename what is left of another recipe's run, which failed before its first step, to `<name>.before-<n>`."""
     for place in (folder.place / "cold_start", folder.place / "evaluation"):
         if place.is_dir() and not _is_needed(place, folder):
             beside = (place.with_name(f"{place.name}.before-{number}") for number in itertools.count(1))

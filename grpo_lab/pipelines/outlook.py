@@ -1,5 +1,7 @@
-"""A look at a pipeline's stages, in order, before the first begins: what earlier ones will leave, on how many
-processes."""
+"""Checking a pipeline's stages, in order, before the first of them begins.
+
+Each is checked with what those before it will leave, and on the processes that it will have.
+"""
 
 from __future__ import annotations
 

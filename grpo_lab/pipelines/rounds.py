@@ -1,7 +1,7 @@
 """`grpo-lab rounds`: rejection fine-tuning (RFT, Online RFT, Expert Iteration) and preference training (DPO, SimPO) in
 rounds.
 
-Every round has the same stages, in a folder of its own, and begins with the model that the one before left (?:
+Every round has the same stages, in a folder of its own. It begins with the model that the one before left (?:
 optional):
 
     start/                       train? → evaluate?                  the model that samples first
@@ -74,7 +74,7 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> list[Line]:
             console.print(
                 f"{folder} is finished: nothing to do. A larger `rounds.count` goes on with it", soft_wrap=True
             )
-            if not (folder / "report.html").is_file():  # killed before it
+            if not (folder / "report.html").is_file():  # the run was killed before it was written
                 write_report(folder)
             return lines_of({one.name: one.record().results for one in stages} for stages in rounds)
         lines = _one_by_one(recipe, rounds, run)
@@ -141,8 +141,8 @@ def stages_of(recipe: RoundsRecipe, asked: Questions, cold_rows: Any = None) -> 
 
 
 def of_start(recipe: RoundsRecipe, cold_rows: Any = None) -> list[Stage]:
-    """List the stages of the start: ``train`` if its model has to be built or needs a cold start, ``evaluate`` if there
-    are held-out rows and the recipe asks for it."""
+    """List the stages of the start: ``train`` if its model has to be built or needs a cold start, and ``evaluate`` if
+    the recipe asks for it."""
     folder = round_folder(recipe.output_dir, 0)
     sampling = recipe.sampling
     model = left_by(recipe, 0)
@@ -173,13 +173,13 @@ def of_round(recipe: RoundsRecipe, number: int, rows: Sequence[Mapping[str, Any]
         `samples.jsonl`."""
         questions = questions_of(number, len(rows), recipe.rounds.questions, sampling.seed)
         drawn = replace(sampling, seed=seed_of(sampling.seed, number, "sample"))
-        said = {"model": None, "reward": describe(recipe.reward)}  # which model, its files say
+        said = {"model": None, "reward": describe(recipe.reward)}  # the model is known by its files
         problems = {row: rows[row] for row in questions}
         lines = sample(workspace, problems, current, drawn, reward, said, f"round {number}: samples")
         return sample_facts(lines, len(questions))
 
     def select(workspace: Workspace) -> Facts:
-        """Choose what the round is trained on: `rows.jsonl`. Raises ValueError if there is nothing."""
+        """Choose what the round is trained on: `rows.jsonl`. Raises ValueError if nothing is left."""
         who = f"round {number}, `method: {recipe.method}`: "
         otherwise = f", in another `output_dir` or with --overwrite; the model so far is {current}"
         return choose(samples_in(folder / SAMPLES, rows), recipe.way, folder, who, otherwise)
@@ -240,7 +240,7 @@ def _load(recipe: RoundsRecipe, asked: Questions, overwrite: bool, here_only: bo
             )
     if recipe.base is not None:
         check_whole_model(recipe.base, "base.path")
-    if recipe.base is None or recipe.cold_start is not None:  # else it only samples
+    if recipe.base is None or recipe.cold_start is not None:  # else the model only samples, and may be an adapter
         check_whole_model(recipe.model)
     model = check_model(asked, recipe.model, recipe.sampling, recipe.evaluation, here_only)
     if recipe.cold_start is None:
@@ -302,8 +302,9 @@ def lines_of(rounds: Iterable[Mapping[str, Facts]]) -> list[Line]:
 def line_of(number: int, facts: Mapping[str, Mapping[str, Any]], before: Sequence[Line]) -> Line:
     """Return the line of round ``number`` (0: the start).
 
-    ``kept_share`` = own rows or pairs / samples; ``ways`` = different right answers per solved problem. ``tokens``
-    generated and optimizer ``steps`` are also given as totals over the rounds so far, without a cold start's steps.
+    ``kept_share`` = rows or pairs made of samples / samples; ``ways`` = different right answers per solved problem.
+    ``tokens`` generated and optimizer ``steps`` are also given as totals over the rounds so far, without a cold start's
+    steps.
     """
     sample, select, train, found = (facts.get(name, {}) for name in ("sample", "select", "train", "evaluate"))
     accuracy = found.get("accuracy") or {}

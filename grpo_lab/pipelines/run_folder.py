@@ -72,7 +72,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, recipe: Recipe, overwrite: bool = False, resume: bool = False) -> RunFolder:
-        """Look at the output folder of ``recipe``, after `numbers_read`; nothing is written.
+        """Look at the output folder of ``recipe``, as `numbers_read` returned it; nothing is written.
 
         The same command resumes a run that has begun, with ``resume`` or without. The main process looks, and every
         process gets its answer. Raises ValueError if the folder holds something else or a run of another recipe, or
@@ -220,7 +220,8 @@ def has_begun(folder: Path, record: Mapping[str, Any]) -> bool:
 
 
 def start_is_whole(folder: Path) -> bool:
-    """Return whether the model that RL starts from was saved completely: the tokenizer is written after the weights."""
+    """Return whether the model that RL starts from was saved completely (the tokenizer is written after the
+    weights)."""
     start = folder / "cold_start"
     return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
 

@@ -109,7 +109,7 @@ class PipelineRun(Caller):
         try:
             _launch(stage, self.files.recipe, workspace.stop)
         except ValueError as failed:
-            said = stage.record().error  # of its first process
+            said = stage.record().error  # as its first process recorded it
             raise ValueError(f"{failed} ({said})" if said else str(failed)) from failed
         return stage.record().results
 
@@ -118,11 +118,11 @@ def forget_stages(recipe: PipelineRecipe) -> None:
     """Remove every stage in the folder, whichever recipe left it, and nothing else. Of a link, only the link is
     removed.
 
-    Raises ValueError if another process is at one of them.
+    Raises ValueError if another process works on one of them.
     """
     found = [one for one in sorted(recipe.output_dir.iterdir()) if "." not in one.name and (one / STAGE).is_file()]
     with ExitStack() as held:
-        for place in found:  # all of them, before the first one goes
+        for place in found:  # lock all of them before the first is removed
             held.enter_context(_held(place))
         for place in found:
             if place.is_symlink():
@@ -171,8 +171,8 @@ def _as_launched(entry: Entry, folder: Path) -> Facts:
 def _end_with_launcher(entry: Entry) -> None:
     """Have this rank asked to stop when its launcher ends.
 
-    Raises Interrupted if the launcher ended already, while this process imported what it needs: nobody would ask it any
-    more.
+    Raises Interrupted if the launcher has ended already, while this process imported what it needs: no signal would
+    come any more.
     """
     die_with_parent(signal.SIGUSR1)
     pipeline = os.environ.get(PIPELINE_OF_RANK)
@@ -240,7 +240,7 @@ def plan_of_pipeline(
     estimates = Estimates()
     outlook = Outlook(here_only=not run)
     with asking_the_hub_once():
-        for one in [] if launched else entries:  # who launched them has looked at it
+        for one in [] if launched else entries:  # the pipeline that launched it has checked all
             try:
                 if only in (None, one.name) and not (run and stands[one.name].state == NOTHING):
                     words = outlook.words(one.name, one.kind, one.section.launch)
@@ -252,7 +252,7 @@ def plan_of_pipeline(
                     plan[f"{one.number}. {one.name}"] += takes
             except ValueError as error:
                 mistakes.append(error)
-            with suppress(ValueError):  # of a model whose mistake has been said
+            with suppress(ValueError):  # the mistake is in the list already
                 outlook.leave(one.kind, one.folder)
     if mistakes:
         raise all_of(mistakes)

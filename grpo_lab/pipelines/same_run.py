@@ -36,7 +36,7 @@ way, where its server is, how memory is used."""
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Return a short hash of a recipe's settings, but for the address of its server. Equal hashes mean the same run."""
+    """Return a short hash of a recipe's settings, without the address of its server. Equal hashes mean the same run."""
     arguments = {name: value for name, value in settings["arguments"].items() if name not in ADDRESS}
     text = json.dumps({**settings, "arguments": arguments}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -3,8 +3,8 @@ continues.
 
 A stage is a kind (``pipelines/kinds.py``) with a name, and the folder where it works. Its marker file is a
 ``StageRecord``. A stage whose marker says `done` is not done again; any other is done from its beginning (samples are
-kept by their batches, a training by its checkpoint). Whatever a stage draws follows from the run's seed, its folder and
-its name. So a run that was killed leaves the same files as one that was not.
+kept by their batches, a training by its checkpoint). A stage's random numbers follow from the run's seed, its folder
+and its name. So a run that was killed leaves the same files as one that was not.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _stopped_where_it_looks(stop: StopRequests, whole: bool) -> Iterator[None]:
         yield
     began = time.perf_counter()
     if began - _collected[0] > SECONDS_BETWEEN_COLLECTIONS:
-        gc.collect()  # and the accelerator's memory, of models that nobody holds any more
+        gc.collect()  # frees models that nothing refers to any more
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         _collected[0] = time.perf_counter()
@@ -198,4 +198,4 @@ def make_again(stages: Sequence[Stage], gone: Collection[Path]) -> None:
             (stage.folder / stage.marker).unlink(missing_ok=True)
         for place in lost:
             if place != stage.folder:
-                shutil.rmtree(place, ignore_errors=True)  # half an evaluation is none
+                shutil.rmtree(place, ignore_errors=True)  # a part of an evaluation is of no use

@@ -111,11 +111,11 @@ class StageRecord(PipelineStage):
     def prepare(self, folder: Path, why: str, settings: Mapping[str, Any], digests: Mapping[str, str]) -> None:
         """Prepare the ``folder`` of a stage that is to be done: as a killed stage left it, or empty.
 
-        What was in it is then renamed to `<name>.before-<n>`, beside it.
+        For an empty one, what was in it is kept beside it, as `<name>.before-<n>`.
         """
         if not why.startswith(GOES_ON):
             self.seconds = None
-            if folder.is_dir() and not is_empty(folder):  # never emptied
+            if folder.is_dir() and not is_empty(folder):  # renamed, never emptied
                 beside = (folder.with_name(f"{folder.name}.before-{number}") for number in count(1))
                 folder.rename(next(place for place in beside if not place.exists()))
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def digests_of(settings: Mapping[str, Any], inputs: Mapping[str, Path]) -> dict[
 
 
 def digests_at(places: Mapping[str, Path]) -> dict[str, str]:
-    """Return the digest of what is at each of ``places`` now. A place where nothing is has none."""
+    """Return the digest of what is at each of ``places`` now. Places where nothing is are left out."""
     return {name: digest for name, place in sorted(places.items()) if (digest := digest_of(place))}
 
 

@@ -42,12 +42,12 @@ class StagedCommand:
         name: of the command in ``run.json`` (``pipeline``).
         check: gets recipe and ``overwrite``; raises ValueError for settings, or an earlier run's samples, that do not
             fit.
-        load: recipe, rows and judge, ``overwrite``, ``here_only`` → what else is loaded; raises ValueError for a
-            misfit.
+        load: recipe, rows and judge, ``overwrite``, ``here_only`` → what else is loaded; raises ValueError if it does
+            not fit.
         words: recipe, what was loaded, ``overwrite`` → what the dry run shows, title → words.
         settings: recipe → the settings that two runs of one folder must have in common.
-        rows: key in ``run.json`` of the rows' fingerprint; empty: another file knows them.
-        marker: file that says whose the folder is.
+        rows: key in ``run.json`` of the rows' fingerprint; empty: another file records it.
+        marker: file that says which run the folder holds.
         follow: gets recipe and an earlier run's marker; raises ValueError if it cannot continue that run.
     """
 
@@ -61,15 +61,15 @@ class StagedCommand:
     follow: Callable[[Any, Facts], None] = lambda recipe, earlier: None
 
     def earlier(self, recipe: Any, overwrite: bool) -> Facts:
-        """Return what an earlier run in the recipe's folder says of itself (``earlier_run``)."""
+        """Return what an earlier run in the recipe's folder has recorded (``earlier_run``)."""
         found = earlier_run(recipe, self.name, overwrite, self.settings, self.marker)
         self.follow(recipe, found)
         return found
 
 
 def resolve(command: StagedCommand, recipe: Any, overwrite: bool, here_only: bool = False) -> Resolved:
-    """Load what ``recipe`` names; nothing is written. In a dry run (``here_only``) rows that are only on the hub are
-    None.
+    """Load what ``recipe`` names; nothing is written. In a dry run (``here_only``) rows that cannot be had yet are None
+    (`rows_here`).
 
     Raises ValueError for what would stop the run.
     """
@@ -93,8 +93,8 @@ def plan_of(command: StagedCommand, recipe: Any, overwrite: bool = False) -> Wor
 def locked_run(recipe: Any, earlier: Callable[[], Facts]) -> Iterator[tuple[StopRequests, Facts]]:
     """Hold the lock of a command's folder for the block, and let the run be asked to stop.
 
-    ``earlier`` returns what an earlier run, which is continued, says of itself. If that is empty, this run is new, and
-    a stop file that is there was meant for an earlier one. Raises Interrupted on a stop, here or in the block.
+    ``earlier`` returns what an earlier run, which is continued, has recorded. If that is empty, this run is new, and a
+    stop file that is there was meant for an earlier one. Raises Interrupted on a stop, here or in the block.
     """
     folder = recipe.output_dir
     with one_writer(folder), StopRequests(folder, recipe.max_hours, recipe.stop_file) as stop:

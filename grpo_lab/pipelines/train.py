@@ -60,8 +60,8 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Trai
     """Run ``recipe`` from beginning to end, or resume it if its folder has begun (``resume`` or not).
 
     Every process calls this and takes its share of the evaluations; the main one writes the results. Raises ValueError
-    for a setting that cannot be, or a folder that is not this run's; Interrupted if it is asked to stop: the run can
-    then be resumed.
+    for a setting that is not possible, or a folder that is not this run's. Raises Interrupted if it is asked to stop;
+    the run can then be resumed.
     """
     recipe = numbers_read(recipe)
     config = lab_config(recipe)
@@ -119,7 +119,7 @@ class TrainingRun(Caller):
         console.rule(f"{stage.name.replace('_', ' ')}{of}")
 
     def ends(self, stage: Stage, seconds: float) -> None:
-        if stage.name != REINFORCEMENT:  # which counts its own, over all resumes
+        if stage.name != REINFORCEMENT:  # reinforcement records its own seconds, over all resumes
             self.opened.seconds[stage.name] = round(seconds, 1)
             self.opened.write()
 
@@ -161,8 +161,8 @@ def shared_start(
 ) -> Path:
     """Return the folder of the model after the cold start, from which several trainings begin.
 
-    It is made once. If it was made from something else, it is made again, and the earlier one is kept beside it
-    (``stage_record``). Raises ValueError if there is no cold start.
+    It is made once. If the one that is there was made from something else, it is made again, and the earlier one is
+    kept beside it (``stage_record``). Raises ValueError if there is no cold start.
     """
     if cold is None:
         raise ValueError(NOTHING_TO_SHARE)
@@ -250,7 +250,7 @@ def _reinforce(job: Job, start: str, run: OpenRun) -> None:
         "finished": False,
     }
     run.write()
-    # it answers both, and comes back here
+    # the trainer answers signals and stop file, and train() returns here
     trainer.stop_request.signals = list(SIGNALS)
     trainer.stop_request.returns = True
     with tracked(trainer, folder):
@@ -280,7 +280,7 @@ def _ended_as_asked(trainer: Any, run: OpenRun) -> Iterator[None]:
     except KeyboardInterrupt:
         _end_if_asked(trainer, trainer.stop_request.broke_off_a_wait, run)
         raise
-    except ConnectionError as lost:  # with a checkpoint, which says the reason
+    except ConnectionError as lost:  # the server is lost; a checkpoint was written
         if trainer.stop_request.reason is not None:
             logging.getLogger("grpo_lab").warning("%s", lost)
         _end_if_asked(trainer, trainer.stop_request.reason, run)

@@ -47,8 +47,8 @@ def check_room(
 ) -> str | None:
     """Check that prompts and completions fit in the model's context, and return the context in words.
 
-    Raises a ValueError that names the setting, the tokens and the context, for what the run would refuse at its first
-    evaluation or generation, and for a cold start on rows longer than the context. The words include a warning if
+    Raises ValueError for what the run would refuse at its first evaluation or generation, and for cold-start rows
+    longer than the context. The error names the setting, the tokens and the context. The words include a warning if
     completions may run beyond it. None: the context is not known here.
 
     Args:
@@ -153,8 +153,8 @@ def cut_to_fit(section: ColdStartSection, context: int | None) -> bool:
 
 
 def _prompts_are_made(recipe: Recipe, trainer: Any, rows: Any) -> bool:
-    """Return whether the model gets something else than the rows' prompts: images, tools, an environment, a team's own
-    tokens."""
+    """Return whether the model gets something else than the rows' prompts: images, tools, an environment, or what a
+    team's own tokenization makes."""
     from grpo_lab import LabTrainer
 
     own = trainer._tokenize_prompts is not LabTrainer._tokenize_prompts
@@ -190,7 +190,7 @@ def _longest(
     for one in several:
         if added is None or size(one) + added > limit:
             tokens = len(rendered(one).ids)
-            added = tokens if added is None else added  # what the template adds, and no less
+            added = tokens if added is None else added  # at least what the template adds
             longest = max(longest, tokens)
     return longest
 
@@ -301,8 +301,8 @@ def cold_start_rows(
 ) -> Any:
     """Return the rows of a cold start, and check its settings.
 
-    ``model``: its tokenizer and configuration, if known; ``where`` the rows are named. A dry run (``here_only``) makes
-    only few rows, if more would show nothing else.
+    ``model``: its tokenizer and configuration, if known; ``where``: the setting that names the rows. A dry run
+    (``here_only``) makes only few rows, if more would show nothing else.
     """
     settings = check_training("sft", section.arguments, "cold_start")
     check_trackers(settings.get("report_to"), "cold_start.report_to")

@@ -1,4 +1,4 @@
-"""Digests of files. A file is read again only if its size or its time of change differs."""
+"""Digests of files. A file is read again only if its size or its modification time differs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def file_digest(file: Path) -> str:
 
 
 def seen(files: Iterable[Path], folder: Path | None = None) -> Seen:
-    """Return size, time of change and digest of each of ``files``, by its path in ``folder``; without one by its
+    """Return size, modification time and digest of each of ``files``, by its path in ``folder``; without one by its
     absolute path."""
     found: Seen = {}
     for file in files:

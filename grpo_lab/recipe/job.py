@@ -39,7 +39,7 @@ sharding, kernels."""
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a training is made of. In a dry run rows that are only on the hub are None.
+    """Everything that a training is made of. In a dry run rows that cannot be had yet are None (`rows_here`).
 
     Attributes:
         trainer: the class; ``reward_sections``: the recipe's names and weights of ``rewards``.
@@ -106,7 +106,7 @@ class Job:
         room = checks.check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
         if (policy := made_from(recipe.model)) is not None:
             check_policy(policy, config)
-        # what the constructor refuses before it looks at a model; a team's own may first change what it is given
+        # what our constructor refuses before it looks at a model; a team's own may change its arguments first
         if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
             resolve_arguments(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
         return cls(
@@ -174,7 +174,7 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
         beside = settings.setdefault("reward_weights", weights)
         pairs = zip(weights, beside or [], strict=False)  # more where the trainer declares some
         for place, (own, other) in enumerate(pairs):
-            if own not in (1.0, other):  # 1: nothing was said there
+            if own not in (1.0, other):  # 1.0 is the default: nothing was set there
                 raise ValueError(
                     f"`rewards.{place}.weight` is {own} and `reward_weights.{place}` is {other}: they are one "
                     "setting; leave one out"
@@ -200,8 +200,8 @@ def numbers_read(recipe: Recipe) -> Recipe:
 
 
 def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if only one of ``eval_dataset`` and ``eval_strategy`` is set: evaluation during training needs
-    both."""
+    """Raise ValueError for ``eval_strategy`` without ``eval_dataset``, and for an ``eval_dataset`` that nothing
+    evaluates on."""
     when = str(getattr(settings.get("eval_strategy"), "value", settings.get("eval_strategy") or "no"))
     if when != "no" and recipe.eval_dataset is None:
         raise ValueError(
@@ -214,8 +214,8 @@ def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows, the reward that judges the answers, and held-out rows. None: there are none, or a dry run does not have
-    them here."""
+    """Rows, the reward that judges the answers, and held-out rows. None: there are none, or a dry run cannot have them
+    yet."""
 
     rows: Any
     reward: Any

@@ -95,8 +95,8 @@ def _digest(file: Path) -> str:
 
 
 def _said_in(file: Path) -> dict[str, Any]:
-    """Return the settings in a JSON file; none if it is broken, which whoever loads it reports with
-    the model's name."""
+    """Return the settings in a JSON file; none if it is broken, since loading it raises an error with the
+    model's name."""
     try:
         return read_record(file)
     except ValueError:
@@ -127,7 +127,7 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
         refuse_unknown(section.tiny, hints_of(tiny_model).keys() - {"tokenizer", "return"}, "`model.tiny`")
         settings = {"seed": seed, **typed(section.tiny, tiny_model, "model.tiny")}
         if section.tokenizer is not None and not is_local(section.tokenizer):
-            load_tokenizer(section)  # which says what is wrong with it
+            load_tokenizer(section)  # raises, and says what is wrong with it
         return tiny_model(**settings, tokenizer=section.tokenizer)
     assert section.path is not None
     with loading(section.path):
@@ -238,7 +238,7 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
 def whole_on_each_rank() -> Iterator[None]:
     """Context in which every process loads all weights.
 
-    Under a launch for FSDP2 only the first process of a machine would (the others have zeros, and no error); under one
+    Under a launch for FSDP2 only the first process of a machine would (the others have zeros, and no error). Under one
     for ZeRO-3 each would load a shard.
     """
     from accelerate.utils import patch_environment

@@ -1,8 +1,8 @@
 """Reading a YAML file and `--key value` words of the command line into one mapping, which is not checked yet.
 
 A key may stand once, and a value must mean the same in YAML 1.1 and 1.2. Unlike in ``yaml.safe_load``, ``1e-3`` is a
-number and ``2024-05-01`` is text. An error, with its line, is: a key that stands twice, ``010`` (8 or 10), ``1:30`` (90
-or text), ``on`` as a key, an anchor inside itself, nesting without end. A bare ``off`` is false, as in YAML 1.1.
+number and ``2024-05-01`` is text. Refused, with the line: a key that stands twice, ``010`` (8 or 10), ``1:30`` (90 or
+text), ``on`` as a key, an anchor inside itself, nesting without end. A bare ``off`` is false, as in YAML 1.1.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def read_yaml(
 
 
 def set_at(written: dict[str, Any], key: str, value: Any, where: str = "--") -> None:
-    """Put ``value`` at the dotted ``key``. A bare name on the way becomes the mapping ``{name: …}``. ``where`` stands
-    before the key in messages."""
+    """Put ``value`` at the dotted ``key``. A bare name on the way becomes the mapping ``{name: …}``. Messages write
+    ``where`` before the key."""
     *path, last = key.split(".")
     place: Any = written
     before = ""

@@ -1,14 +1,14 @@
 """Cut rows into token-budget bins and hand the bins to ranks.
 
 The cost model. A bin of `m` rows whose longest row has `l` tokens is a tensor of `m × l` positions: that is what the
-forward and backward compute. The k-th bins of all ranks run together (with FSDP every forward is a collective), so a
-*round* of R bins lasts as long as its largest bin, and every round costs a fixed overhead `o` (kernel launches,
+forward and backward compute. The k-th bins of all ranks run together (with FSDP every forward is a collective). So a
+*round* of R bins lasts as long as its largest bin. Every round also costs a fixed overhead `o` (kernel launches,
 parameter gathers), measured in tokens:
 
     cost = Σ_k ( max_r  m_{r,k} · l_{r,k}  +  o )        subject to  m · l ≤ budget  (or m = 1)
 
 Contiguous cuts are enough. Order any bins by their longest row, and refill their sizes, in that order, from the rows
-sorted by length: at most Σ_{i<k} m_i rows are longer than the k-th bin's longest, so no bin grew. Hence only the cut
+sorted by length. At most Σ_{i<k} m_i rows are longer than the k-th bin's longest, so no bin grew. Hence only the cut
 points of the sorted list are searched:
 
 * one rank: dynamic programming over the cut points, the exact optimum (`cheapest_cuts`);
@@ -63,7 +63,7 @@ def greedy_runs(negated: list[int], footprint: int) -> list[tuple[int, int, int]
     """Fill bins from the longest row on, each with as many rows as fit into `footprint`. Return runs (start, rows per
     bin, bins).
 
-    The rows per bin, ⌊footprint / longest⌋, only grow along the sorted list; the walk jumps from one value to the next,
+    The rows per bin, ⌊footprint / longest⌋, only grow along the sorted list. The walk jumps from one value to the next,
     so its time grows with √n. `negated` are the lengths × −1, ascending.
     """
     runs = []
@@ -115,8 +115,8 @@ def rounds_cost(sizes: Ints, num_ranks: int, overhead: int) -> int:
 def choose_cuts(lengths: Ints, num_ranks: int, budget: int, overhead: int) -> Ints:
     """Return the starts of the cheapest bins found, for `lengths` [n ≥ 1] sorted longest first.
 
-    With several ranks the number of rounds K runs upward from the fewest that the budget allows, until even a plan
-    without padding would cost more than the best one, or four values of K brought nothing.
+    With several ranks the number of rounds K runs upward from the fewest that the budget allows. It stops when even a
+    plan without padding would cost more than the best one, or four values of K brought nothing.
     """
     if num_ranks == 1 and lengths.size <= EXACT_ROWS:
         return cheapest_cuts(lengths, budget, overhead)

@@ -1,8 +1,8 @@
 """When a row may be left out of the policy update, and which rows those are.
 
-A row's policy loss is a sum over its tokens of (advantage × something): with advantage 0 on every token the row adds
-exactly 0 to the loss and to the gradient. That holds while no other term of the loss reads the row and no row's value
-depends on which others share its micro-batch. `LiveConditions` lists what could break either half.
+A row's policy loss is a sum over its tokens of (advantage × something). With advantage 0 on every token the row adds
+exactly 0 to the loss and to the gradient. That holds while no other term of the loss reads the row, and while no row's
+value depends on which others share its micro-batch. `LiveConditions` lists what could break either half.
 
 A KL penalty in the reward is part of the advantage and no condition. Neither is gradient clipping, weight decay,
 momentum or the learning rate: they act on the summed gradient, which stays the same.

@@ -1,11 +1,11 @@
 """The plan of one optimizer step: which row is computed on which rank, in which micro-batch.
 
-Within one optimizer step neither the order of rows nor the rank and micro-batch that compute a row change the sum of
-their losses, if the denominators were counted beforehand (`live.py` says when). So rows that add nothing are left
-out, the rest moves to where there is room, and every micro-batch ("bin") is only as wide as its own longest row.
+If the denominators were counted beforehand, the order of rows in one optimizer step does not change the sum of their
+losses. Nor do the rank and micro-batch that compute a row (`live.py` says when). So rows that add nothing are left out,
+and the rest moves to where it fits best. Every micro-batch ("bin") is only as wide as its own longest row.
 
-Widths: a row is re-aligned to prompt + completion without a gap and padded on the right, so a bin of m rows costs
-m × (its longest prompt + completion) tokens. The arithmetic that finds the bins stands in `balance.py`.
+Widths: a row is re-aligned to prompt + completion without a gap and padded on the right, so a bin of m rows costs m ×
+(its longest prompt + completion) tokens. The arithmetic that finds the bins is in `balance.py`.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class Routes:
         return np.not_equal(self.homes, self.ranks)
 
     def chosen(self, where: NDArray[np.bool_], by: Ints) -> Routes:
-        """Return the rows where `where` is True, sorted by the ranks in `by`: the order of the messages at
-        either end."""
+        """Return the rows where `where` is True, sorted by the ranks in `by`: both ends order the
+        messages like this."""
         at = np.flatnonzero(where)
         at = at[np.argsort(by[at], kind="stable")]
         return Routes(self.rows[at], self.homes[at], self.ranks[at], self.widths[at])

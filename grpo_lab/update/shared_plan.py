@@ -4,7 +4,7 @@ A bin is one packed row (`trl_bridge.shared_attention`), so it costs what it hol
 completions), in tokens. A row with c completion tokens adds c: its last token is not computed, but a copy of its
 prompt's last token is.
 
-Rows of a prompt stay together if the budget and an even share of a rank allow it; a group that is cut carries its
+Rows of a prompt stay together if the budget and an even share of a rank allow it. A group that is cut carries its
 prompt into both parts. Groups of similar length share a bin (its attention works on rectangles). The plan has the
 fewest rounds that the budget allows. Its largest bin is as small as contiguous cuts of the sorted groups can make it.
 """
