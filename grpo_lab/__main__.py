@@ -1,4 +1,4 @@
-"""The command line as ``python -m grpo_lab``, for when its script is not on the path."""
+"""Run the command line `grpo-lab` as a module of Python."""
 
 import sys
 
