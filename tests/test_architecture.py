@@ -80,6 +80,7 @@ LIGHT = (
         f"grpo_lab.{room}"
         for room in (*sorted(BASE), "io", "reading", "sandbox", "verifiers", *sorted(MIDDLE), "testing")
     ),
+    "grpo_lab.labs.experiment",  # starts a process for each cell: 9 s a start where it loads TRL
 )
 """Importing any of these must load none of ``FORBIDDEN``."""
 FORBIDDEN = ("trl", "transformers", "vllm", "math_verify")

@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.runs.stop_requests import StopRequests
+
+if TYPE_CHECKING:  # it imports TRL, which a process that starts a lab's cells has no need of
+    from grpo_lab.runs.stop_requests import StopRequests
 
 Facts = dict[str, Any]
 Words = dict[str, str]

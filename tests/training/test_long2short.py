@@ -28,6 +28,7 @@ from grpo_lab.settings import read
 from grpo_lab.stages.held_out import Evaluate
 from grpo_lab.stages.supervised import Distill, Dpo
 from grpo_lab.testing import tiny_model
+from grpo_lab.trainer.resume.state import write_state
 from grpo_lab.trainer.supervised.methods import train_by
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingStopped
 from tolerance import log_prob_gap, unit_roundoff
@@ -238,7 +239,7 @@ def test_a_stopped_training_on_other_rows_is_not_gone_on_with(tmp_path: Path, ca
     place.mkdir()
     save_file({"w": torch.zeros(2)}, place / "model.safetensors")
     (place / "trainer_state.json").write_text('{"global_step": 3}')
-    (place / "grpo_lab_training.json").write_text('{"identity": "one"}')
+    write_state(place, {"training": {"identity": "one"}})
     assert StoppableTraining(tmp_path, "one", lambda: None).step == 3
     assert StoppableTraining(tmp_path, "other", lambda: None).step == 0
     assert "is of a training on other rows or settings" in caplog.text

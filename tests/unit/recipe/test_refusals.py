@@ -166,7 +166,7 @@ def written(command: str, folder: Path, model: Path, tiny: bool = True) -> Path:
 
 @pytest.fixture
 def nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("runs.stage", "pipelines.open_run"):
+    for module in ("pipelines.staged_command", "pipelines.open_run"):
         monkeypatch.setattr(f"grpo_lab.{module}.one_writer", lambda _: pytest.fail("the run began to write"))
 
 
