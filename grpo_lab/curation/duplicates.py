@@ -100,8 +100,10 @@ class Deduplicated(NamedTuple):
 def deduplicate(texts: Sequence[str], *, similarity: float = SIMILAR) -> Deduplicated:
     """Choose which texts to keep so that no two of them are duplicates; of each family the first is kept.
 
-    Args: similarity: least word similarity of a near duplicate, in [0.6, 1]; 1.0 drops exact duplicates only.
-    Raises: ValueError if `similarity` is out of range or a text is not a string.
+    Args:
+        similarity: least word similarity of a near duplicate, in [0.6, 1]; 1.0 drops exact duplicates only.
+
+    Raises ValueError if `similarity` is out of range or a text is not a string.
     """
     if not 0.6 <= similarity <= 1:
         raise ValueError(f"similarity={similarity} is not in [0.6, 1]; below 0.6 the candidate search misses pairs")
@@ -189,7 +191,8 @@ def find_contamination(
         against: the evaluation questions.
         ngram: number of consecutive shared words that counts as copied, at least 5.
         similarity: least similarity of masked words that counts as a near duplicate, in (0.5, 1].
-    Raises: ValueError if a setting is out of range or an item is not a string.
+
+    Raises ValueError if a setting is out of range or an item is not a string.
     """
     for name, given in (("texts", texts), ("against", against)):
         if isinstance(given, str):

@@ -122,10 +122,11 @@ _SENTENCE_END = re.compile(
 def question_kind(text: str) -> QuestionKind:
     """Return the kind of a question, from its text alone.
 
-    Args: text: the question as a model would see it, options included. Of more than 40,000 characters only both ends
-        are read.
-    Returns: one of `KINDS`; an empty text is "open".
-    Raises: ValueError if `text` is not a string.
+    Args:
+        text: the question as a model would see it, options included. Of more than 40,000 characters only both ends
+            are read.
+
+    Returns one of `KINDS`; an empty text is "open". Raises ValueError if `text` is not a string.
     """
     if not isinstance(text, str):
         raise ValueError(f"question_kind reads one question as a str; got {type(text).__name__}")

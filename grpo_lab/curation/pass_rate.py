@@ -99,8 +99,9 @@ def pass_rates(
         batch_size: problems per call of `generate`; at most this many are lost if the process is killed.
         progress: show the progress, under the name `label`.
         rendered: returns the model's input for a prompt (text or token ids), which is part of the problem's key.
-    Raises: ValueError if a setting is wrong, or `generate` or `score` returns the wrong number of items. Also if the
-        file has other settings, is damaged before its end, or is being written by another process.
+
+    Raises ValueError if a setting is wrong, or `generate` or `score` returns the wrong number of items. Also if the
+    file has other settings, is damaged before its end, or is being written by another process.
     """
     if n < 1 or batch_size < 1:
         raise ValueError(f"n={n} and batch_size={batch_size} have to be at least 1")

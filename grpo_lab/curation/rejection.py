@@ -142,13 +142,14 @@ def right_answers(
         sound: right answers for which it returns False are left out.
         gold: column with a reference solution. It comes first and is always kept; own answers of its way are left out.
 
-    Returns: the rows, and the counts
+    Returns the rows, and these counts:
+
         problems, solved   problems sampled, and those with a right sample (that passed ``sound``)
         samples, scored, right, unsound   completions; unsound: right, but refused by ``sound``
         ways   ways of solving over all problems, before the limit ``per_problem``, without gold ones
         kept, gold   rows or pairs returned, and how many of them are gold
 
-    Raises: ValueError if ``per_problem`` is below 1, or a problem does not have the column ``gold``.
+    Raises ValueError if ``per_problem`` is below 1, or a problem does not have the column ``gold``.
     """
     _check_limit(per_problem)
     built: Rows = []

@@ -51,7 +51,8 @@ class RoundSampler(Sampler[int]):
         batch_size: different prompts in a round (TRL: `generation_batch_size // num_generations`).
         repeat_count: how often a round is repeated (TRL: `num_iterations * steps_per_generation`).
         seed: must be the same on every rank.
-    Raises: ValueError if a count is not a positive integer, the seed is no integer, or `batch_size` exceeds N.
+
+    Raises ValueError if a count is not a positive integer, the seed is no integer, or `batch_size` exceeds N.
     """
 
     def __init__(
@@ -150,7 +151,8 @@ class CurriculumSampler(RoundSampler):
 
     If N is no multiple of `batch_size`, an epoch leaves out random rows; otherwise the hardest would never be visited.
 
-    Args: pass_rates: one per row, in [0, 1]; shape: as in `RoundSampler`.
+    Args:
+        pass_rates: one per row, in [0, 1]; shape: as in `RoundSampler`.
     """
 
     def __init__(self, data_source: Sized, pass_rates: Sequence[float], *shape: int, **more: int) -> None:

@@ -189,8 +189,9 @@ def balance(
         per_domain: most rows per domain, one number for all or one for each domain; None takes the size of the smallest
             domain. A domain with fewer rows keeps them all.
         seed: which rows of a domain are kept depends on this alone, not on the other domains.
-    Raises: ValueError if a column is missing, no row has a value, a number is negative, or a `per_domain` mapping lacks
-        a domain.
+
+    Raises ValueError if a column is missing, no row has a value, a number is negative, or a `per_domain` mapping lacks
+    a domain.
     """
     members: dict[Hashable, list[int]] = {}
     for index, row in enumerate(rows):

@@ -47,9 +47,11 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
     split as in `a_dir`. The folder gets its name only when it is complete. Buffers that are not floating point must be
     equal in both.
 
-    Args: alpha: share of a, in [0, 1]; 1 gives the weights of a, 0 those of b.
-    Raises: ValueError if alpha is out of range, a folder has no safetensors, the tensors differ in name or shape, a
-        buffer differs, or `out_dir` exists and is not empty. NumbersError if the average is not finite.
+    Args:
+        alpha: share of a, in [0, 1]; 1 gives the weights of a, 0 those of b.
+
+    Raises ValueError if alpha is out of range, a folder has no safetensors, the tensors differ in name or shape, a
+    buffer differs, or `out_dir` exists and is not empty. NumbersError if the average is not finite.
     """
     from grpo_lab.finite import NumbersError, not_finite
 
