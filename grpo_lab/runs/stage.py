@@ -21,10 +21,6 @@ Report = Callable[[Any, str, float | None], None]
 """``report(workspace, stage, None)`` before a stage, with its seconds afterwards."""
 
 console = Terminal()
-SECONDS_BETWEEN_COLLECTIONS = 0.5
-"""Less than loading a model takes, and as much as looking for what nobody holds takes beside all libraries."""
-_collected = [0.0]
-"""When that was last done."""
 
 
 @dataclass

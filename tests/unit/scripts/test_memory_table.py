@@ -3,12 +3,10 @@ values."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import memory_table as script
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -16,17 +14,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 ROOT = Path(__file__).resolve().parents[3]
 #: of the models' config.json on the hub
 HEADS = {"0.5B": (14, 2), "1.5B": (12, 2), "3B": (16, 2), "7B": (28, 4)}
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("memory_table", ROOT / "scripts" / "memory_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
 
 
 def config_of(shape: Any, heads: tuple[int, int]) -> Qwen2Config:
@@ -42,7 +29,7 @@ def config_of(shape: Any, heads: tuple[int, int]) -> Qwen2Config:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_parameters_are_those_of_transformers(name: str, script: ModuleType) -> None:
+def test_parameters_are_those_of_transformers(name: str) -> None:
     (shape,) = (shape for shape in script.SHAPES if shape.name == name)
     assert shape.key_value == shape.hidden // HEADS[name][0] * HEADS[name][1]
     with torch.device("meta"):
@@ -72,7 +59,7 @@ def saved_bytes(config: Qwen2Config, tokens: int, rows: int = 2) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(256, 512, 64), (128, 1024, 32), (256, 768, 256)])
-def test_activations_are_what_autograd_keeps_for_a_layer(sizes: tuple[int, int, int], script: ModuleType) -> None:
+def test_activations_are_what_autograd_keeps_for_a_layer(sizes: tuple[int, int, int]) -> None:
     """A third layer's share of what 128 further tokens of 2 rows cost: weights, embedding and head cancel out."""
     hidden, intermediate, key_value = sizes
 
@@ -89,7 +76,7 @@ def test_activations_are_what_autograd_keeps_for_a_layer(sizes: tuple[int, int, 
     assert measured == pytest.approx(formula + 8 + 4 * (hidden // 32), rel=0.001)
 
 
-def test_hand_values(script: ModuleType) -> None:
+def test_hand_values() -> None:
     (small,) = (shape for shape in script.SHAPES if shape.name == "0.5B")
     # 24 layers × 2 (K, V) × 128 wide × 2 bytes = 12,288
     assert script.kv_bytes(small) == 12_288
@@ -107,7 +94,7 @@ def test_hand_values(script: ModuleType) -> None:
     assert script.update_seconds(small, gpu, work, exact=True) == pytest.approx(flops / 0.35e12)
 
 
-def test_more_of_anything_costs_more(script: ModuleType) -> None:
+def test_more_of_anything_costs_more() -> None:
     for small, large in zip(script.SHAPES, script.SHAPES[1:]):
         for layout in ("single", "ddp", "zero2", "fsdp2"):
             assert script.state_bytes(small, layout) < script.state_bytes(large, layout)
@@ -121,7 +108,7 @@ def test_more_of_anything_costs_more(script: ModuleType) -> None:
             )
 
 
-def test_the_docs_hold_what_the_script_prints(script: ModuleType) -> None:
+def test_the_docs_hold_what_the_script_prints() -> None:
     text = (ROOT / "docs" / "from_laptop_to_cluster.md").read_text(encoding="utf-8")
     for table in (
         script.states_table(),

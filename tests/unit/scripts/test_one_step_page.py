@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 
-from unit.scripts.test_memory_table import script
+import memory_table as script
 
-__all__ = ["script"]  # a fixture
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "algorithms" / "one_step.md"
 READ_ONLY = 6.0  # bytes a parameter: float32 weights and autocast's bf16 copy
 
 
-def test_the_table(script: ModuleType) -> None:
+def test_the_table() -> None:
     text = PAGE.read_text(encoding="utf-8")
     part = text[text.index("<!-- memory of the methods") : text.index("<!-- end of the memory")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("| ")]

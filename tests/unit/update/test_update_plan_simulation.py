@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import simulate_balance as script
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = Path(os.environ.get("GRPO_LAB_DATA") or ROOT.parent / "shared" / "data")
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("simulate_balance", ROOT / "scripts" / "simulate_balance.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.not_fast
 @pytest.mark.skipif(
     not (DATA / "gsm8k" / "gsm8k_model_outputs.jsonl").is_file(), reason=f"no GSM8K model outputs under {DATA}"
 )
-def test_ranks_are_even_on_real_lengths(script: ModuleType) -> None:
+def test_ranks_are_even_on_real_lengths() -> None:
     groups = script.real_groups(DATA, max_completion=512)
     assert groups.completion.shape == (658, 8)
     for num_ranks in (8, 64):
@@ -41,7 +28,7 @@ def test_ranks_are_even_on_real_lengths(script: ModuleType) -> None:
             assert float(row["stock live max/mean"]) > 1.1, row
 
 
-def test_stock_by_hand(script: ModuleType) -> None:
+def test_stock_by_hand() -> None:
     # Two ranks of 2 rows: (10 + 5, 10 + 9) all live: 34 live tokens, 2 × (10 + 9) = 38 computed;
     # (4 + 6 live, 20 + 1 dead): 10 live, 2 × (20 + 6) = 52 computed. Mean live 22: max/mean 34 / 22.
     rows = script.Rows([10, 10, 4, 20], [5, 9, 6, 1], [True, True, True, False])
@@ -50,6 +37,6 @@ def test_stock_by_hand(script: ModuleType) -> None:
     assert step == 52
 
 
-def test_missing_data_is_named(script: ModuleType, tmp_path: Path) -> None:
+def test_missing_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=str(tmp_path)):
         script.data_folder(str(tmp_path))
