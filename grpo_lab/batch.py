@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 Carrier = TypeVar("Carrier", bound=type)
+SAMPLER_LOGPS = "sampling_per_token_logps"
+"""TRL's name of the log-probs that the engine reported for the tokens that it sampled."""
 
 
 def earlier_name(old: str, new: str) -> Callable[[Carrier], Carrier]:
@@ -74,8 +76,8 @@ class TokenBatch:
             that the clipped ratio is taken against; no gradient. Before the first of these updates they equal
             ``logps.detach()``. They may differ from those with which the tokens were sampled: an engine computes
             others, and under ``rollout.overlap`` and ``rollout.cut_after`` an older policy sampled. The sampler's own
-            are ``extras["sampling_per_token_logps"]``, where an engine gave any; TRL's importance sampling corrects
-            from them to the proximal policy (``sampler_weights``).
+            are ``sampler_logps``; TRL's importance sampling corrects from them to the proximal policy
+            (``sampler_weights``).
         log_ratio: ``[B, T]`` or ``[B, 1]`` log of the importance ratio at the objective's level (see ``ratios``): of
             the policy in training against the proximal one.
         advantages: ``[B, 1]`` or ``[B, T]``.
@@ -86,6 +88,8 @@ class TokenBatch:
             vLLM importance sampling says; ``None`` where nothing is corrected.
         extras: whatever else travelled with the rows (dataset-specific tensors with B rows), for team code.
         values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one.
+        chosen: name of a part that selects tokens (``objectives.Selecting``) → bool ``[B, T]``, the tokens that it
+            chose among those of the whole micro-batch.
     """
 
     logps: Tensor
@@ -98,11 +102,21 @@ class TokenBatch:
     sampler_weights: Tensor | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     values: Tensor | None = None
+    chosen: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def ratio(self) -> Tensor:
         """Importance ratio π_θ/π_proximal at the objective's level, ``[B, T]`` or ``[B, 1]``."""
         return self.log_ratio.exp()
+
+    @property
+    def sampler_logps(self) -> Tensor:
+        """``[B, T]`` log-probs with which the tokens were sampled, no gradient: those that the engine reported, and the
+        proximal ones for a token that it reported none for (NaN), or without an engine."""
+        reported = self.extras.get(SAMPLER_LOGPS)
+        if reported is None:
+            return self.proximal_logps
+        return torch.where(reported.isnan(), self.proximal_logps, reported)
 
 
 @dataclass(frozen=True)
@@ -157,6 +171,7 @@ class RewardTable:
         penalties: how many of the last columns are no rewards but penalties computed here (KL).
         steps: column of a step reward (which holds means) → its steps over all ranks (``advantages.StepTable``).
         local: this rank's rows, for rules that make an advantage per token; ``None`` outside a trainer.
+        lengths: long ``[N]``, the tokens that the policy wrote in each completion; ``None`` where nobody counted them.
     """
 
     values: Tensor
@@ -166,6 +181,7 @@ class RewardTable:
     penalties: int = 0
     steps: Mapping[int, Any] = field(default_factory=dict)
     local: LocalRows | None = None
+    lengths: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("values", "weights"):

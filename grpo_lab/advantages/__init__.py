@@ -17,7 +17,8 @@ from grpo_lab.advantages.whiten import Moments, level_of, masked_moments, reads_
 AdvantageRule = Callable[[Tensor, int], Tensor]
 """``rule(rewards [N], group_size) -> advantages [N]``; groups contiguous; NaN rewards (unscorable) get 0.
 
-A class attribute ``level`` says what it makes: ``"row"`` (the default) or, in two stages, ``"token"``."""
+A class attribute ``level`` says what it gets and makes: ``"row"`` (the default); ``"table"``, the whole reward table in
+place of the rewards; or, in two stages, ``"token"``."""
 
 RESERVED = ("name",)
 """Keys of ``advantage: {…}`` that cannot be knobs."""

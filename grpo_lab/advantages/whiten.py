@@ -4,6 +4,7 @@ rows.
 The attribute ``level`` of a rule, never its type, says whether it makes one advantage per completion or per token:
 
     level = "row"      (default)  rule(rewards [N], group_size) -> [N], on the rewards of all ranks
+    level = "table"               rule(table) -> [N], the same; it sees each reward, and lengths
     level = "token"               rule(table) -> [B, T], for this rank's rows (``table.local``); finite
 
 A rule of level ``token`` works in two stages. It computes statistics on the table of all ranks, which is small and the
@@ -76,13 +77,13 @@ def whiten(values: Tensor, mask: Tensor, moments: Moments, shift_mean: bool = Tr
     return safe(scaled if shift_mean else scaled + moments.mean, mask)
 
 
-LEVELS = ("row", "token")
+LEVELS = ("row", "table", "token")
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 def level_of(rule: Any) -> str:
-    """Return the rule's level, ``row`` or ``token``. Raises ``ValueError`` for another one."""
+    """Return the rule's level, ``row``, ``table`` or ``token``. Raises ``ValueError`` for another one."""
     level = str(getattr(rule, "level", "row"))
     if level not in LEVELS:
         raise ValueError(f"an advantage rule's `level` is {level!r}; it must be one of {LEVELS} (`advantage`)")

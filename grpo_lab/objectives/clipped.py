@@ -10,7 +10,8 @@ tensors). Without one nothing is compared.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -29,12 +30,16 @@ class LiteralRow:
         proximal_logps: log-probs of the policy at the start of the batch's updates, the ratio's denominator.
         log_ratios: log of the importance ratio at the objective's level, one a token.
         advantage: the completion's.
+        sampler_logps: log-probs with which the tokens were sampled.
+        chosen: part → which tokens it chose (``objectives.Selecting``).
     """
 
     logps: list[float]
     proximal_logps: list[float]
     log_ratios: list[float]
     advantage: float
+    sampler_logps: list[float] = field(default_factory=list)
+    chosen: Mapping[str, list[bool]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

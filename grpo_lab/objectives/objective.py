@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from grpo_lab import registry
-from grpo_lab.batch import Denominators, TokenBatch, safe
+from grpo_lab.batch import SAMPLER_LOGPS, Denominators, TokenBatch, safe
 from grpo_lab.objectives.aggregation import Aggregation
 from grpo_lab.objectives.kl import KLTerm
 from grpo_lab.objectives.ratios import MAX_LOG_PRODUCT
@@ -23,18 +23,39 @@ of the optimizer step; they must be 0 where the advantage is 0, since such rows 
 What else a surrogate may say of itself, as class attributes or methods, and what holds where it does not:
 ``reads_ratio`` (True): the importance ratio matters; else ``objective.ratio`` beside it is refused.
 ``whole_response`` (False): the loss is of whole responses; then a sampler correction per token is refused.
+``applies_correction`` (False): it multiplies by ``batch.sampler_weights`` itself; then the objective does not.
 ``idle_on_policy`` (none): names of knobs that do nothing until the policy has moved; said once where it never does.
 ``literal(row, t)``: the formula over single floats, for the start-up proof (``literal``)."""
+
+Gate = Callable[[TokenBatch], Tensor]
+"""``gate(batch) -> weight of the surrogate's loss``, ``[B, T]`` or ``[B, 1]``, without gradient: usually 1 for a token
+that trains and 0 for one that does not."""
+Gather = Callable[[Tensor], Tensor]
+"""``gather(values) -> values of all ranks``, one-dimensional; ranks may bring different numbers of values."""
+
+
+class Selecting(Protocol):
+    """A surrogate or gate that chooses tokens by comparing those of a whole micro-batch, over all ranks.
+
+    The loss of a row then depends on the others only through what was chosen. The trainer asks ``select`` before the
+    loss, on log-probs without gradient, and hands the answer over as ``batch.chosen[selection]``. So the loss itself is
+    still of each row alone, and rows may be computed in any bins.
+    """
+
+    selection: ClassVar[str]
+
+    def select(self, batch: TokenBatch, gather: Gather) -> Tensor:
+        """Return bool ``[B, T]``, the chosen tokens of ``batch``, this rank's rows of the micro-batch. The same number
+        of calls of ``gather`` on every rank."""
 
 
 @dataclass(frozen=True)
 class Objective:
     """One objective: how a loss is computed once the advantages are known.
 
-    loss = aggregate( w · surrogate(ρ, Â, log π) + β·KL ), with w the sampler correction.
+    loss = aggregate( g · w · surrogate(ρ, Â, log π) + β·KL ), with g the gates and w the sampler correction.
 
-    The KL term is not multiplied by w: as in TRL it acts on every token, even of a completion that the correction
-    drops.
+    The KL term is not multiplied by g and w: as in TRL it acts on every token, even of a completion that they drop.
     """
 
     name: str
@@ -42,6 +63,12 @@ class Objective:
     aggregate: Aggregation
     ratio: str = "token"
     kl: KLTerm | None = None
+    gates: tuple[Gate, ...] = ()
+
+    @property
+    def selecting(self) -> tuple[Any, ...]:
+        """The parts that choose tokens (``Selecting``), which must be asked before the loss is computed."""
+        return tuple(part for part in (self.surrogate, *self.gates) if hasattr(part, "select"))
 
     @property
     def local_denominator(self) -> bool:
@@ -73,7 +100,10 @@ class Objective:
         batch = _safe_inputs(batch)
         whose = f"the surrogate {registry.address(self.surrogate)}"
         loss = checked_token_loss(self.surrogate(batch), batch.mask, whose)
-        if batch.sampler_weights is not None:
+        for gate in self.gates:
+            loss = loss * gate(batch)
+        corrects_itself = getattr(self.surrogate, "applies_correction", False)
+        if batch.sampler_weights is not None and not corrects_itself:
             loss = loss * batch.sampler_weights
         if self.kl_in_loss is not None:
             loss = loss + self.kl_in_loss.coefficient * self.kl_in_loss.in_loss(batch)
@@ -137,4 +167,7 @@ def _safe_inputs(batch: TokenBatch) -> TokenBatch:
     whole: dict[str, Any] = {
         name: safe(one, batch.mask) for name, one in inputs.items() if one is not None and one.shape == batch.mask.shape
     }
+    reported = batch.extras.get(SAMPLER_LOGPS)
+    if reported is not None:
+        whole["extras"] = {**batch.extras, SAMPLER_LOGPS: safe(reported, batch.mask)}
     return replace(batch, **whole)

@@ -163,9 +163,9 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         rule: Any = self.algorithm.advantage
         if rule is None:
             return trl_advantages(table, self.scale_rewards, self.multi_objective_aggregation)
-        if level_of(rule) == "token":
-            return rule(table)
-        return rule(table.total, table.group_size)
+        if level_of(rule) == "row":
+            return rule(table.total, table.group_size)
+        return rule(table)
 
     def token_loss(self, batch: TokenBatch) -> Tensor:
         """Compute the loss per token ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_lab.batch import Denominators, TokenBatch
+from grpo_lab.batch import SAMPLER_LOGPS, Denominators, TokenBatch
 from grpo_lab.objectives import LiteralRow, Objective, literal_log_ratios, log_ratio
 from grpo_lab.objectives.aggregation import LITERALS
 from grpo_lab.objectives.objective import checked_scalar, checked_token_loss
@@ -55,8 +55,9 @@ def _batch(
     objective: Objective, advantages: Any, mask: Tensor, logps: Tensor, step: Tensor, to_ref: Tensor, entropies: Tensor
 ) -> TokenBatch:
     old = logps - step
+    sampler = old - 0.5 * torch.sin(5 * step)  # up to half a nat from the proximal policy, to either side
     logps.requires_grad_(True)
-    return TokenBatch(
+    batch = TokenBatch(
         logps=logps,
         proximal_logps=old,
         log_ratio=log_ratio(objective.ratio, logps, old, mask),
@@ -64,7 +65,16 @@ def _batch(
         mask=mask,
         ref_logps=(logps + to_ref).detach(),
         entropies=entropies,
+        extras={SAMPLER_LOGPS: sampler},
     )
+    return with_choices(objective, batch)
+
+
+@torch.no_grad()
+def with_choices(objective: Objective, batch: TokenBatch) -> TokenBatch:
+    """Return ``batch`` with what the parts that choose tokens choose of it, as if it were the whole micro-batch."""
+    chosen = {part.selection: part.select(batch, lambda values: values) for part in objective.selecting}
+    return replace(batch, chosen=chosen)
 
 
 def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = False) -> str:
@@ -150,28 +160,40 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
 
 
 def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
-    """Compute the loss by the written-out formula, in loops over single floats; ``None`` if surrogate or aggregation
-    has no such formula."""
+    """Compute the loss by the written-out formula, in loops over single floats; ``None`` if surrogate, aggregation or a
+    gate has no such formula."""
     surrogate = _literal_of(objective.surrogate)
     aggregate = _literal_of(objective.aggregate)
-    if surrogate is None or aggregate is None:
+    gates = [_literal_of(gate) for gate in objective.gates]
+    if surrogate is None or aggregate is None or None in gates:
         return None
     losses = []
     for i in range(batch.mask.size(0)):
         assert batch.ref_logps is not None
-        of_row = (batch.logps, batch.proximal_logps, batch.ref_logps)
-        logps, old, ref = (values[i][batch.mask[i]].tolist() for values in of_row)
+        of_row = (batch.logps, batch.proximal_logps, batch.ref_logps, batch.sampler_logps)
+        logps, old, ref, sampled = (values[i][batch.mask[i]].tolist() for values in of_row)
         steps = [new - was for new, was in zip(logps, old, strict=True)]
-        row = LiteralRow(logps, old, literal_log_ratios(objective.ratio, steps), batch.advantages[i, 0].item())
+        row = LiteralRow(
+            logps=logps,
+            proximal_logps=old,
+            log_ratios=literal_log_ratios(objective.ratio, steps),
+            advantage=batch.advantages[i, 0].item(),
+            sampler_logps=sampled,
+            chosen={name: tokens[i][batch.mask[i]].tolist() for name, tokens in batch.chosen.items()},
+        )
         losses.append(
-            [surrogate(row, t) + _literal_kl(objective, row, ref[t] - logps[t], t) for t in range(len(logps))]
+            [
+                surrogate(row, t) * math.prod(gate(row, t) for gate in gates)
+                + _literal_kl(objective, row, ref[t] - logps[t], t)
+                for t in range(len(logps))
+            ]
         )
     return float(aggregate(losses, _DENOMINATORS))
 
 
 def has_formula(objective: Objective) -> bool:
-    """Return whether surrogate and aggregation are written out as formulas."""
-    return None not in (_literal_of(objective.surrogate), _literal_of(objective.aggregate))
+    """Return whether surrogate, gates and aggregation are written out as formulas."""
+    return None not in map(_literal_of, (objective.surrogate, objective.aggregate, *objective.gates))
 
 
 def _literal_of(part: Any) -> Any:

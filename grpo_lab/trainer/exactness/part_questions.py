@@ -309,7 +309,9 @@ def cut(batch: TokenBatch, rows: tuple[int, ...], width: int) -> TokenBatch:
         return torch.nn.functional.pad(chosen[:, :width], (0, max(width - tall, 0)))
 
     names = ("logps", "proximal_logps", "log_ratio", "advantages", "mask", "ref_logps", "entropies", "sampler_weights")
-    return replace(batch, **{name: field(getattr(batch, name)) for name in names})
+    extras = {name: field(value) for name, value in batch.extras.items()}
+    chosen = {name: field(value) for name, value in batch.chosen.items()}
+    return replace(batch, **{name: field(getattr(batch, name)) for name in names}, extras=extras, chosen=chosen)
 
 
 def _alike(expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> bool:

@@ -52,17 +52,19 @@ class Rewarded:
         """Return some rows (long ``[M]``, whole groups), in that order."""
         index = index.to(self.table.values.device)
         steps = {column: steps.picked(index) for column, steps in self.table.steps.items()}
-        table = replace(self.table, values=self.table.values[index], steps=steps)
         place = index.to(self.lengths.device)
-        return Rewarded(table, *(getattr(self, name)[place] for name in _OF_ROWS))
+        of_rows = {name: getattr(self, name)[place] for name in _OF_ROWS}
+        table = replace(self.table, values=self.table.values[index], steps=steps, lengths=of_rows["lengths"])
+        return Rewarded(table, **of_rows)
 
     @staticmethod
     def joined(parts: Sequence[Rewarded]) -> Rewarded:
         """Join the rows of several generations, one after the other."""
         first = parts[0].table
         steps = {column: StepTable.joined([part.table.steps[column] for part in parts]) for column in first.steps}
-        table = replace(first, values=torch.cat([part.table.values for part in parts]), steps=steps)
-        return Rewarded(table, *(torch.cat([getattr(part, name) for part in parts]) for name in _OF_ROWS))
+        of_rows = {name: torch.cat([getattr(part, name) for part in parts]) for name in _OF_ROWS}
+        values = torch.cat([part.table.values for part in parts])
+        return Rewarded(replace(first, values=values, steps=steps, lengths=of_rows["lengths"]), **of_rows)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,8 @@ class Scoring:
             )
         values = without_infinite(values, names, faults, f"`{home}._calculate_rewards`, column {{}},")
         steps = gathered_steps(trainer.step_scores, size)
-        table = RewardTable(values, names, trainer.reward_weights.detach().cpu(), size, steps=steps)
+        weights = trainer.reward_weights.detach().cpu()
+        table = RewardTable(values, names, weights, size, steps=steps, lengths=lengths)
         self.seen = Rewarded(table, lengths, tokens_in_all, truncated.bool(), numbers)
         if faults is not None and self._keys:
             first = trainer.accelerator.process_index * len(self._keys)

@@ -238,7 +238,7 @@ def test_a_rule_is_callable_whatever_its_level() -> None:
     with pytest.raises(ValueError, match="must be a class with `__call__`"):
         register_advantage("mine", Silent)
     Mine.level = "word"
-    with pytest.raises(ValueError, match=r"`level` is 'word'; it must be one of \('row', 'token'\)"):
+    with pytest.raises(ValueError, match=r"`level` is 'word'; it must be one of \('row', 'table', 'token'\)"):
         register_advantage("mine", Mine)
 
 
