@@ -1,4 +1,4 @@
-"""The file index, docs/files.md, made from the first sentence of every module of grpo_lab.
+"""The file index, docs/files.md, made from the first clause of every module of grpo_lab.
 
 python scripts/file_index.py            write it between its two marks
 python scripts/file_index.py --check    exit 1 where it is not what the modules say
@@ -16,34 +16,57 @@ PAGE = ROOT / "docs" / "files.md"
 MARKS = ("<!-- file index: make docs-index -->", "<!-- end of the file index -->")
 
 
-#: words of a first sentence that has to be read in an index; a longer one goes up to its colon or semicolon
-MOST = 12
+#: words of a first sentence that stands whole in the index; a longer one ends with its first clause
+MOST = 9
+#: a clause that says more of what stands before it: the index leaves it out
+MORE = re.compile(
+    r"; | \((?!`)|, (?:which|whose|where|wherever|as|so|by|in|on|for|from|made|set|after|until|before|during|since)\b"
+    r"|, (?:how|if|or|each|but|charged|judged|described|ready|wait)\b"
+)
 
 
-def first_line(path: Path) -> str:
+def first_sentence(path: Path) -> str:
     """The first sentence of a module's docstring, in a line."""
     said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     line = said.partition("\n\n")[0].replace("\n", " ").replace("``", "`")
-    sentence = re.split(r"(?<=[.?!]) (?=[A-Z`])", line, maxsplit=1)[0]
+    return re.split(r"(?<=[.?!]) (?=[A-Z`])", line, maxsplit=1)[0]
+
+
+def first_clause(path: Path) -> str:
+    """The first sentence of a module's docstring, without the clauses behind the first."""
+    sentence = first_sentence(path)
     if len(sentence.split()) <= MOST:
         return sentence
-    short = re.split(r"[;:] ", sentence, maxsplit=1)[0].rstrip(".")
-    whole = short.count("`") % 2 == 0 and short.count("(") == short.count(")")
-    return f"{short}." if whole and len(short.split()) > 4 else sentence
+    subject, colon, _ = sentence.partition(": ")
+    if colon and len(subject.split()) > 2 and _whole(subject):
+        return f"{subject}."
+    pair = sentence.split(", and ")
+    if len(pair) == 2 and "," not in pair[0]:
+        return f"{pair[0]}."
+    for more in MORE.finditer(sentence):
+        short = sentence[: more.start()]
+        if _whole(short) and len(short.split()) > 3:
+            return f"{short}."
+    return sentence
+
+
+def _whole(text: str) -> bool:
+    """Whether every bracket and every backtick of ``text`` is closed."""
+    return text.count("`") % 2 == 0 and all(text.count(a) == text.count(b) for a, b in ("()", "{}"))
 
 
 def index(package: Path) -> str:
-    """A list a room: file, what it says of itself. A room's ``__init__`` is its heading."""
+    """A list a room: each file with the first clause of its docstring. A room's ``__init__`` is its heading."""
     lines: list[str] = []
     rooms = sorted({path.parent for path in package.rglob("*.py")})
     for room in rooms:
         name = room.relative_to(package.parent).as_posix()
         lines.append(f"## `{name}/`")
-        said = first_line(room / "__init__.py")
+        said = first_sentence(room / "__init__.py")
         if said:
             lines += [said, ""]
         files = [path for path in sorted(room.glob("*.py")) if path.name != "__init__.py"]
-        rows = [f"- `{path.name}`: {first_line(path)}" for path in files]
+        rows = [f"- `{path.name}`: {first_clause(path)}" for path in files]
         if rows:
             lines += [*rows, ""]
     return "\n".join(lines)

@@ -8,6 +8,13 @@
 # It needs in .kit/ what scripts/offline_kit.py has packed (docs/gpu_check.md): manifest.json, unpack.py and the parts of
 # `packages`, for `second` also those of `engine`. What one call has brought is kept for the next. Each archive is
 # verified and unpacked whole or not at all. Results are in $OUT after every section.
+#
+# With a tool that carries at most 64 MiB a call:
+#   prepare, carry .kit/manifest.json .kit/unpack.py .kit/packages.tar.xz.000 .kit/engine.tar.xz.000    14 s
+#   second, carry .kit/engine.tar.xz.001 .002 .003, a limit of 325 s                                    255 s of checks
+#   second once more, with nothing in carry                                                            what is left
+# BUDGET=… is for more seconds, --only says what comes first. A machine that is given back in between is begun anew:
+# `prepare`, with the earlier runs/gpu_check.json in carry.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kit=${KIT:-/tmp/kit}

@@ -23,7 +23,7 @@ LINES = re.compile(r"(<!-- labs: begin -->\n).*?(?=<!-- labs: end -->)", re.DOTA
 SAID = {"overoptimisation": "truth"}
 """Lab → the column of its table that docs/measured.md shows, where that is not the first."""
 SEEDS = re.compile(r" \([\d., -]+\)$")
-"""The values of single seeds at the end of a cell."""
+"""The values of single seeds at the end of a cell, or of a difference between arms."""
 
 
 def pages() -> dict[str, str]:
@@ -41,17 +41,21 @@ def page_with(text: str, runs: Path) -> str:
     return BLOCK.sub(block, text)
 
 
+#: the second table of a lab, which its figure draws: columns at the tokens that the thriftiest arm generated
+AT_EQUAL_TOKENS = re.compile(r"\nAfter [\d.,]+ k generated tokens:\n\n(?:\|.*\n)+")
+
+
 def column_said(name: str, heads: list[str]) -> int:
     """Which column of a lab's table is its main result."""
     return heads.index(SAID.get(name, heads[2]))
 
 
 def seeds_once(name: str, text: str) -> str:
-    """The tables of the lab ``name`` with single seeds in its main column alone, so that a page can be read; those of
-    the others are in docs/labs_records.json."""
+    """The main table of the lab ``name`` with single seeds in its main column alone, so that a page can be read; those
+    of the others are in docs/labs_records.json. The table at equal tokens is left to the figure."""
     main_column: int | None = None
     lines = []
-    for number, line in enumerate(text.splitlines()):
+    for number, line in enumerate(AT_EQUAL_TOKENS.sub("", text).splitlines()):
         if line.startswith("|"):
             cells = line.strip("| ").split(" | ")
             if number == 0 and len(cells) > 2:
@@ -60,6 +64,7 @@ def seeds_once(name: str, text: str) -> str:
             line = f"| {' | '.join(shown)} |"
         else:
             main_column = None
+            line = SEEDS.sub("", line)
         lines.append(line)
     return "".join(f"{line}\n" for line in lines)
 
@@ -85,13 +90,12 @@ def measured_with(text: str, shown: dict[str, str], kept: dict[str, Any]) -> str
 
 
 def in_short(values: list[tuple[str, str]]) -> list[str]:
-    """Each arm with its value; of more than four arms beside the start the lowest and the highest."""
+    """The start, and the arms with the lowest and the highest value."""
     arms = [pair for pair in values if pair[0] != "(start)"]
-    said = [f"{arm} {value}" for arm, value in values]
-    if len(arms) <= 4:
-        return said
     ends = sorted(arms, key=lambda pair: float(pair[1].split()[0]))
     start = [f"{arm} {value}" for arm, value in values if arm == "(start)"]
+    if len(arms) == 1:
+        return [*start, " ".join(ends[0])]
     return [*start, f"{len(arms)} arms, from {' '.join(ends[0])} to {' '.join(ends[-1])}"]
 
 

@@ -17,8 +17,6 @@ from typing import Any
 from grpo_lab import LabConfig
 from grpo_lab.cli import _parser
 from grpo_lab.engines.vllm.engine import EngineOptions
-from grpo_lab.objectives import PRESETS
-from grpo_lab.objectives.presets import Preset
 from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
 from grpo_lab.trainer.settings.sampler import KNOBS
 
@@ -233,19 +231,6 @@ def _shown(value: Any) -> str:
     return "–" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def presets() -> list[str]:
-    rows = [
-        (f"`{name}`", f"`{_rule(row)}`", f"`{row.ratio}`", f"`{row.surrogate}`", f"`{row.aggregation}`")
-        for name, row in PRESETS.items()
-    ]
-    head = ("preset", "advantage", "ratio", "surrogate", "aggregation")
-    return [*table(head, rows), PARTS, ""]
-
-
-def _rule(row: Preset) -> str:
-    return ", ".join([row.advantage, *(f"{knob}: {value}" for knob, value in row.knobs.items())])
-
-
 def samplers() -> list[str]:
     rows = []
     for name, knobs in KNOBS.items():
@@ -255,12 +240,12 @@ def samplers() -> list[str]:
 
 
 PARTS = (
-    "Formulas and sources: [algorithms](algorithms/README.md). "
+    "Presets, with their parts: [algorithms](algorithms/README.md). "
     "Names and knobs: [surrogates](algorithms/surrogates.md), [aggregations](algorithms/aggregation.md)."
 )
 RULES_AND_KNOBS = "Names and knobs: [advantages](algorithms/advantages.md)."
 #: what follows a setting's keys
-MORE = {"objective": presets, "sampler": samplers, "advantage": lambda: [RULES_AND_KNOBS, ""]}
+MORE = {"objective": lambda: [PARTS, ""], "sampler": samplers, "advantage": lambda: [RULES_AND_KNOBS, ""]}
 PAGES = {DOCS / "command_line.md": command_line, DOCS / "settings.md": settings}
 
 
