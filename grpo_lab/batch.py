@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,8 @@ from torch import Tensor
 Carrier = TypeVar("Carrier", bound=type)
 SAMPLER_LOGPS = "sampling_per_token_logps"
 """TRL's name of the log-probs that the engine reported for the tokens that it sampled."""
+TASK = "grpo_lab.task"
+"""Name, among the fields that travel with the rows, of the number of each row's task (``tasks``), long ``[B]``."""
 
 
 def earlier_name(old: str, new: str) -> Callable[[Carrier], Carrier]:
@@ -127,7 +129,7 @@ class Denominators:
     *before* any row is left out, hence independent of how rows are cut into micro-batches.
 
     Args:
-        rows: completions.
+        rows: completions; a number or a 0-dim tensor.
         tokens: tokens that carry loss; a number, a 0-dim tensor, or ``[B, 1]`` per row.
         budget: the generation budget (``max_completion_length``), tokens; Dr.GRPO's constant.
         micro_batches: micro-batches of the step; read only by ``local_token_mean``.
@@ -172,6 +174,7 @@ class RewardTable:
         steps: column of a step reward (which holds means) → its steps over all ranks (``advantages.StepTable``).
         local: this rank's rows, for rules that make an advantage per token; ``None`` outside a trainer.
         lengths: long ``[N]``, the tokens that the policy wrote in each completion; ``None`` where nobody counted them.
+        tasks: long ``[N]``, the number of each row's task; ``None`` without ``tasks``. A group is of one task.
     """
 
     values: Tensor
@@ -182,6 +185,7 @@ class RewardTable:
     steps: Mapping[int, Any] = field(default_factory=dict)
     local: LocalRows | None = None
     lengths: Tensor | None = None
+    tasks: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("values", "weights"):
@@ -196,6 +200,16 @@ class RewardTable:
             )
         if n % self.group_size:
             raise ValueError(f"{n} rows are not whole groups of num_generations={self.group_size}")
+
+    def picked(self, index: Tensor) -> RewardTable:
+        """Return the table of some rows (long ``[M]``, whole groups), in that order, without ``local``."""
+
+        def of(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[index.to(values.device)]
+
+        steps = {column: steps.picked(index) for column, steps in self.steps.items()}
+        values = self.values[index.to(self.values.device)]
+        return replace(self, values=values, steps=steps, local=None, lengths=of(self.lengths), tasks=of(self.tasks))
 
     @property
     def total(self) -> Tensor:

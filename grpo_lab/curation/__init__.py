@@ -25,18 +25,20 @@ from grpo_lab.curation.selection import CurationReport, FilterOutcome, Selection
 from grpo_lab.curation.weights import average_weights
 
 if TYPE_CHECKING:
+    from grpo_lab.curation.mixture import MixtureSampler
     from grpo_lab.curation.samplers import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module("grpo_lab.curation.samplers"), name)
+        home = "mixture" if name == "MixtureSampler" else "samplers"
+        return getattr(import_module(f"grpo_lab.curation.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
-    "Contamination", "CurationReport", "CurriculumSampler", "Deduplicated", "FilterOutcome", "PassRate",
-    "PrioritizedSampler", "RoundSampler", "Sampled", "Selection", "UniformThenHardSampler", "Written",
+    "Contamination", "CurationReport", "CurriculumSampler", "Deduplicated", "FilterOutcome", "MixtureSampler",
+    "PassRate", "PrioritizedSampler", "RoundSampler", "Sampled", "Selection", "UniformThenHardSampler", "Written",
     "answer_only", "average_weights", "balance", "contaminated", "contrast_pairs", "deduplicate",
     "find_contamination", "guess_rates", "guessable", "keep_band", "pass_rates", "preference_pairs",
     "question_domain", "question_kind", "right_answers", "sampled", "shortest_correct",

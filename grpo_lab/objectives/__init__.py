@@ -17,6 +17,7 @@ from grpo_lab.objectives.aggregation import (
 from grpo_lab.objectives.clipped import Clipped, DetachedWeight, LiteralRow, Reinforce, Unclipped
 from grpo_lab.objectives.kl import AdaptiveKL, KLTerm, k1, k2, k3
 from grpo_lab.objectives.mirror_descent import MirrorDescent
+from grpo_lab.objectives.mixed import MixedObjective, TaskObjective
 from grpo_lab.objectives.objective import Gate, Gather, Objective, Selecting, Surrogate
 from grpo_lab.objectives.presets import PRESETS, SURROGATES, Preset, is_ours, preset, register_objective, surrogate
 from grpo_lab.objectives.ratios import (
@@ -30,9 +31,9 @@ from grpo_lab.objectives.ratios import (
 
 __all__ = [
     "AGGREGATIONS", "PRESETS", "RATIO_LEVELS", "SURROGATES", "AdaptiveKL", "Aggregation", "Clipped", "Denominators",
-    "DetachedWeight", "Gate", "Gather", "KLTerm", "LiteralRow", "MirrorDescent", "Objective", "Preset", "Reinforce",
-    "Selecting", "Surrogate", "TokenBatch", "Unclipped", "aggregation", "fixed_budget", "is_ours", "k1", "k2", "k3",
-    "literal_log_ratios", "local_token_mean", "log_ratio", "preset", "register_aggregation", "register_objective",
-    "sampler_correction", "sequence_log_ratio", "sequence_mean", "sequence_sum", "surrogate", "token_log_ratio",
-    "token_mean",
+    "DetachedWeight", "Gate", "Gather", "KLTerm", "LiteralRow", "MirrorDescent", "MixedObjective", "Objective",
+    "Preset", "Reinforce", "Selecting", "Surrogate", "TaskObjective", "TokenBatch", "Unclipped", "aggregation",
+    "fixed_budget", "is_ours", "k1", "k2", "k3", "literal_log_ratios", "local_token_mean", "log_ratio", "preset",
+    "register_aggregation", "register_objective", "sampler_correction", "sequence_log_ratio", "sequence_mean",
+    "sequence_sum", "surrogate", "token_log_ratio", "token_mean",
 ]  # fmt: skip

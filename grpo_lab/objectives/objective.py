@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -66,6 +66,16 @@ class Objective:
     gates: tuple[Gate, ...] = ()
 
     @property
+    def each(self) -> tuple[Objective, ...]:
+        """The objectives that a row may have: this one; of a mixture (``MixedObjective``) one a task."""
+        return (self,)
+
+    @property
+    def marks(self) -> Mapping[str, int]:
+        """What the rows of this objective carry in ``batch.extras``: the same number on each."""
+        return {}
+
+    @property
     def selecting(self) -> tuple[Any, ...]:
         """The parts that choose tokens (``Selecting``), which must be asked before the loss is computed."""
         return tuple(part for part in (self.surrogate, *self.gates) if hasattr(part, "select"))
@@ -112,7 +122,11 @@ class Objective:
     def loss(self, batch: TokenBatch, denominators: Denominators) -> Tensor:
         """Return the scalar loss. Its gradients, summed over micro-batches and averaged over ranks, are the step's
         gradient."""
-        return self.aggregate(self.token_loss(batch), batch.mask, denominators)
+        return self.aggregated(self.token_loss(batch), batch, denominators)
+
+    def aggregated(self, loss: Tensor, batch: TokenBatch, denominators: Denominators) -> Tensor:
+        """Return the scalar loss of losses per token ``[B, T]``."""
+        return self.aggregate(loss, batch.mask, denominators)
 
     @torch.no_grad()
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:

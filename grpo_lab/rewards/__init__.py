@@ -6,6 +6,7 @@ Importing this package loads neither torch nor sympy, and starts no process.
 from grpo_lab.rewards.arithmetic import EquationSteps, worked_out
 from grpo_lab.rewards.code import CodeReward
 from grpo_lab.rewards.completion import ModeFollowingReward, ThinkFormatReward
+from grpo_lab.rewards.for_task import for_task
 from grpo_lab.rewards.language import LanguageConsistencyReward
 from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
 from grpo_lab.rewards.math.accuracy import AccuracyReward, BoxedReward, HashesReward
@@ -37,6 +38,7 @@ __all__ = [
     "ThinkFormatReward",
     "TokenClassificationSteps",
     "WrongLabelReward",
+    "for_task",
     "group_reward",
     "kimi_length_reward",
     "step_reward",

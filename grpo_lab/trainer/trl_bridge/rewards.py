@@ -10,6 +10,8 @@ from torch import nn
 from trl import rewards
 from trl.trainer.utils import get_callable_name, get_config_model_id
 
+from grpo_lab.rewards.for_task import ForTask
+
 #: recipe name → the function of ``trl.rewards`` that builds the reward from its arguments
 SHAPING = {
     "soft_overlong": "get_soft_overlong_punishment",  # DAPO, arXiv 2503.14476, eq. 13
@@ -41,8 +43,8 @@ def correctness_column(reward_funcs: list[Any]) -> int | None:
 
 def measures_correctness(reward: Any) -> bool:
     """Return whether a reward measures correctness: it has ``measures_correctness = True``, or is TRL's accuracy_reward
-    or an AccuracyReward. A ``partial`` counts as the function that it holds."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
+    or an AccuracyReward. A ``partial`` counts as the function that it holds, a ``ForTask`` as the reward in it."""
+    while isinstance(reward, (functools.partial, ForTask)):
+        reward = reward.reward if isinstance(reward, ForTask) else reward.func
     own = getattr(reward, "measures_correctness", False)
     return bool(own or reward_name(reward) in ("accuracy_reward", "AccuracyReward"))

@@ -1,0 +1,40 @@
+"""A mixture of tasks: the groups of each task get advantages by their own rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from grpo_lab.advantages.whiten import level_of
+from grpo_lab.batch import RewardTable
+
+
+@dataclass(frozen=True)
+class MixedAdvantage:
+    """Apply each rule to the table of its own tasks' rows. Tasks that share a rule are one table.
+
+    A rule over the whole batch (``batch_zscore``) thus sees the rows of its tasks, and of no other.
+
+    Args:
+        rules: (rule of level ``row`` or ``table``, the numbers of its tasks).
+    """
+
+    rules: tuple[tuple[Any, tuple[int, ...]], ...]
+    level: ClassVar[str] = "table"
+
+    def __call__(self, table: RewardTable) -> Tensor:
+        """Return advantages ``[N]``. Raises ValueError if the table does not say the rows' tasks."""
+        if table.tasks is None:
+            raise ValueError("the reward table of a mixture has no `tasks`: the data set needs a column `task`")
+        advantages = torch.zeros(table.values.size(0), dtype=table.values.dtype, device=table.values.device)
+        for rule, numbers in self.rules:
+            index = torch.isin(table.tasks, torch.tensor(numbers, device=table.tasks.device)).nonzero().flatten()
+            if index.numel() == 0:
+                continue
+            own = table.picked(index)
+            found = rule(own.total, own.group_size) if level_of(rule) == "row" else rule(own)
+            advantages[index.to(advantages.device)] = found.to(advantages)
+        return advantages
