@@ -12,12 +12,16 @@ class Command:
     """One command. Its functions are named as ``module:function`` below ``grpo_lab``.
 
     Attributes:
-        run: takes the options and returns an exit code; of a command with a recipe: takes the recipe, and the flags.
-        options: adds options to the parser of a command without a recipe; ``about``: its help, in sentences.
-        read, plan: of a command with a recipe: mapping and default name → the recipe; what ``--dry-run`` shows.
-        recipes: where its recipes are; empty: it has one of its own.
-        resumes, verbose: whether it takes ``--resume``; whether it takes ``--verbose``, and is quiet without.
-        actions: words before a file or a folder → which of the two, and what is done with it.
+        help: what it does, in one line; ``about``: the same in several sentences.
+        run: function that carries it out and returns an exit code. It is given the recipe and the flags, or the
+            options if the command takes no recipe.
+        options: function that adds the options of a command without a recipe to its parser.
+        read: function that makes the recipe of a mapping and a default name.
+        plan: function that says for ``--dry-run`` what a recipe will do.
+        recipes: where example recipes are; empty if the command has a recipe of its own.
+        resumes: whether it takes ``--resume``.
+        verbose: whether it takes ``--verbose``, and is quiet without it.
+        actions: word before a file or a folder → which of the two it takes, and what is done with it.
     """
 
     help: str

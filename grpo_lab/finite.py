@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 ROWS = "grpo_lab_generation_"
-"""Files of an open generation batch, in which NaN and infinities have meanings (a token that is not scored)."""
+"""How the names of files of an open generation batch begin. NaN and infinities have meanings there (a token that is not
+scored)."""
 
 
 class NumbersError(FloatingPointError):

@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import IO, Any
 
 LEFT = "left"
-"""Field of a line of JSON that so many further lines of its batch follow; the last one, or a line alone, has none."""
+"""Field of a line of JSON: how many further lines of its batch follow. The last line of a batch, and a line by itself,
+do not have it."""
 
 EXIT_INTERRUPTED = 75
-"""Exit code of a command that stopped on request and can be gone on with (EX_TEMPFAIL). It is not 0: the command is not
-finished."""
-#: what a disk says that takes nothing more: full, over a quota or a limit, read-only, broken
+"""Exit code of a command that stopped on request and can be resumed (EX_TEMPFAIL). It is not 0, since the command is
+not finished."""
+#: Errors of a disk that takes nothing more: it is full, over a quota or limit, read-only or broken.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _NUMBER = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 

@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 
 LONGEST_END = 60.0
-"""Seconds that an ending process is waited for."""
+"""Longest time, in seconds, to wait for a process that is ending."""
 _ON_LINUX = sys.platform == "linux"
 _STRUCT = "hhqqi" if _ON_LINUX else "qqihh"
-"""``struct flock``: type, whence, start, length, process; on macOS start, length, process, type, whence."""
+"""Layout of ``struct flock``: type, whence, start, length, process; on macOS start, length, process, type, whence."""
 _EXITING = 0x4
 _SIGKILL = 1 << 8
 HELD: set[str] = set()
-"""The files that this process has locked: closing one more of their descriptors would open the lock."""
+"""Files that this process has locked. Closing another descriptor of one of them would release the lock."""
 
 
 def lock(opened: int) -> bool:

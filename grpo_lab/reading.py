@@ -18,17 +18,17 @@ from types import NoneType, UnionType
 from typing import Any, get_args
 
 DEEPEST = 100
-"""Lists and mappings inside of each other, of JSON and of YAML."""
+"""Deepest nesting of lists and mappings that is read, in JSON and in YAML."""
 
 Fields = Mapping[str, type | UnionType]
-"""The fields that an object must have, with their types; further ones are allowed."""
+"""Fields that an object must have, with their types. Further fields are allowed."""
 
 Numbers = tuple[Callable[[str], Any], Callable[[str], Any]]
-"""What makes a whole number, and what another one, of its text in JSON."""
+"""Two functions that make a number of its text in JSON: the first for whole numbers, the second for all others."""
 
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 HALF = re.compile("[\ud800-\udfff]")
-"""Text cut between two code units."""
+"""A lone surrogate: a character that was cut between its two code units."""
 _IN_WORDS = {
     dict: "a mapping",
     list: "a list",

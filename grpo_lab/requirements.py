@@ -36,7 +36,7 @@ NEEDED: tuple[str, ...] = (
 """``dependencies`` of pyproject.toml (a test holds them equal)."""
 NOT_INSTALLED = "not installed"
 OTHER_MODULES = {"math-verify": "math_verify", "pyyaml": "yaml"}
-"""Modules that are not called as what is installed."""
+"""Package → name of its module, where they differ."""
 
 
 def name_of(requirement: str) -> str:

@@ -156,7 +156,7 @@ Seconds = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_b
 Named = Annotated[str, Field(pattern=":"), must_be("'module:attribute', or a mapping with that as `name`")]
 NULL_IS_DEFAULT = BeforeValidator(_or_default)
 
-#: fields that collect keys: nobody writes their names, and no message says them
+#: Fields that collect further keys. Nobody writes their names, so no message names them.
 _COLLECTED: set[str] = set()
 
 

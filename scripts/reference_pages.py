@@ -150,8 +150,8 @@ def settings() -> str:
         "top, in Python they "
         "are arguments, on the command line `--update.max_tokens 4096`. A mapping may also be JSON text; an unknown "
         "key is refused "
-        "with the nearest match, and a contradiction with both settings. `None` is `null` in YAML, and the default "
-        "where none is named.",
+        "with the nearest match, and a contradiction with both settings. `None` is `null` in YAML. It is the default "
+        "where no other is named.",
         "",
     ]
     kinds = typing.get_type_hints(LabSettings)

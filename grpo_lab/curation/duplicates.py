@@ -34,7 +34,8 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 MASK: Final = "#"
-#: least word similarity of near duplicates; least similarity, and words in a row, by which a text repeats an item
+#: SIMILAR is the word similarity from which on two texts are near duplicates. The other two are the similarity, and the
+#: number of words in a row, from which on a text repeats an item of an evaluation set.
 SIMILAR = 0.85
 KNOWN = 0.7
 NGRAM = 13

@@ -34,7 +34,7 @@ Generate = Callable[[list[Any], int], list[list[Any]]]  # (prompts, n) -> n comp
 Rendered = Callable[[Any], Any]  # prompt -> what the model really continues: text or token ids
 Score = Callable[..., list["float | None"]]  # the reward contract: (prompts, completions, **columns)
 _SECONDS_BETWEEN_LINES = 30.0
-#: answers without reasoning that are sampled per problem, to see whether it is guessable
+#: Number of answers without reasoning that are sampled per problem, to see whether it can be guessed.
 TRIES = 8
 
 

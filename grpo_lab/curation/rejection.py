@@ -23,7 +23,7 @@ from grpo_lab.curation.duplicates import words_of
 from grpo_lab.curation.pass_rate import PassRate
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
-#: least ratio of the tokens of a rejected right completion to those of the chosen one
+#: A rejected right completion has at least this many times the tokens of the chosen one.
 LONGER = 1.5
 
 Length = Callable[[Any], int]  # completion -> length, in tokens of the model that will be trained

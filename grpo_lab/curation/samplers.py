@@ -37,7 +37,8 @@ import torch
 from torch.utils.data import Sampler
 
 _CERTAIN = 1 - 1e-9
-#: least weight of a problem (the hardest has 1); factor of the earlier counts when a problem is sampled again
+#: FLOOR is the least weight of a problem (the hardest has 1). DECAY is the factor of the earlier counts when a problem
+#: is sampled again.
 FLOOR = 0.05
 DECAY = 0.8
 

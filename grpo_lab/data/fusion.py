@@ -30,7 +30,8 @@ from grpo_lab.settings import Share, Whole, must_be, settings
 
 Row = dict[str, Any]
 CONTINUES = "continues"
-"""Column of rows for `sft`: true where the completion goes on in the assistant's message that the prompt ends with."""
+"""Name of a column of rows for `sft`. It is true where the completion continues the assistant's message at the end of
+the prompt."""
 EMPTY_BLOCK = "<think>\n\n</think>\n\n"
 _THINK, _END = "<think>", "</think>"
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Mark = TypeVar("Mark", bound=Hashable)
 PATIENCE = 20_000
-"""Draws in a row without a new row of the split, after which there is none."""
+"""The generator stops after this many draws in a row that gave no new row of the split."""
 _OF_TENTH = ("test",) * 2 + ("cold_start",) * 3 + ("train",) * 5
 SPLITS = tuple(dict.fromkeys(_OF_TENTH))
 

@@ -67,7 +67,7 @@ class ChatTemplate:
 
 
 MODES = ("think", "no_think")
-"""What a prompt asks for with the flag of that name: ``/think``, ``/no_think``."""
+"""The modes that a prompt can ask for with the flags ``/think`` and ``/no_think``."""
 FlagPlace = Literal["user", "system", "both", "none"]
 
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 _QUESTION = ("question", "problem")
 GOLDS = ("solution", "gold_answer", "answer", "final_answer", "gt_answer", "ground_truth")
-"""Columns of gold answers: what is written counts, more than the number it comes to."""
+"""Names of columns that hold gold answers. Their values are kept as the file writes them."""
 _FILES = frozenset([".jsonl", ".json", ".csv", ".parquet"])
 _EXACT = 2**53
-"""Up to it a float holds every whole number."""
+"""A float holds every whole number up to this one."""
 
 
 def read_rows(source: str | Path, split: str, *, config: str | None = None, also: Sequence[str] = ()) -> list[Row]:

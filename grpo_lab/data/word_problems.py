@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _CALCULATION = re.compile(r"\d+[-+*/]\d+=\d+")
 _MOST_STEPS = 8
-#: no number of a problem is above it
+#: Largest number in a problem.
 LARGEST = 100
 
 
@@ -173,7 +173,8 @@ class WordProblem:
     family: str
     steps: int
     arithmetic: str
-    """Canonical form: family and operations with their numbers, in order. Equal for re-told problems."""
+    """Canonical form of the calculation: the family, and the operations with their numbers in order. Re-told problems
+    have the same form."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from grpo_lab.diagnostics.rules import RULES, Facts, History, Rule, recent, step
 
 __all__ = ["RULES", "Diagnosis", "Facts", "Rule", "changes", "diagnose"]
 
-#: Findings that one line names; the others are counted. The first is often the cause of what follows.
+#: Number of findings that one line names; the others are counted. The first is often the cause of what follows.
 SHOWN = 2
 
 

@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Points = Sequence[tuple[float, float]]
-"""(what the law is over, reward)."""
+"""Pairs (x, reward), where x is the quantity that the law is a function of."""
 Columns = tuple[float, float]
 FEWEST = 3
-"""Points: two coefficients, and one that says how far off they are."""
+"""Least number of points: two coefficients take two, and a third shows how far off they are."""
 COLLINEAR = 1e-9
-"""Smallest sine between the law's two columns at which the coefficients are told apart."""
+"""Smallest sine of the angle between the law's two columns at which its two coefficients can be told apart."""
 
 
 @dataclass(frozen=True)

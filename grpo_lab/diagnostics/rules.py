@@ -285,7 +285,7 @@ def recent(history: History, *names: str) -> float | None:
 
 
 def lasting(history: History, *names: str) -> float | None:
-    """Return what ``recent`` does, or None if there are fewer than ``PERSISTENCE`` windows."""
+    """Average over the last ``PERSISTENCE`` windows; None if there are fewer, or if the metric is not logged."""
     if len(history) >= PERSISTENCE:
         return recent(history, *names)
     return None

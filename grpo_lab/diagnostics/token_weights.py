@@ -39,10 +39,11 @@ from torch import Tensor
 
 from grpo_lab.batch import masked_sum
 
-#: file in a run's folder, with a line for each optimizer step that was looked at
+#: Name of the file in a run's folder that has a line for each optimizer step that was analysed.
 FILE = "token_weights.jsonl"
 QUARTERS = 4
-#: upper ends of the buckets of pass rates but the last, which is 1 alone, as 0 is the first: such groups are dead
+#: Upper ends of the buckets of pass rates. The first bucket holds pass rate 0 alone and the last, which has no end
+#: here, pass rate 1 alone: such groups are dead.
 PASS_RATES = (0.0, 0.25, 0.5, 0.75, 1.0 - 1e-6)
 BUCKETS = QUARTERS + len(PASS_RATES) + 1
 COLUMNS = ("rows", "tokens", "pass_rate", "answer_advantage", "token_advantage", "weight")

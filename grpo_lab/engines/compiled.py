@@ -22,7 +22,8 @@ from transformers.generation import StoppingCriteria
 
 from grpo_lab.engines.generate import ends_of, filled_config, not_by_groups, one_number_a_draw, prompts_read_once
 
-#: tokens between two checks of which rows have ended; the first of each stretch is a plain forward
+#: Number of tokens between two checks of which rows have ended. The first token of each stretch is an uncompiled
+#: forward.
 STRETCH = 64
 
 
@@ -124,7 +125,7 @@ def refuse_compiled(model: Any, config: GenerationConfig, more: Mapping[str, Any
         raise ValueError(f"{REFUSED} {reason}; {INSTEAD}")
 
 
-#: arguments of ``generate`` that are handed on
+#: Arguments of ``generate`` that are passed on.
 _SERVED = {"logits_processor", "disable_compile"}
 
 

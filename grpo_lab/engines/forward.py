@@ -9,7 +9,7 @@ import torch
 
 from grpo_lab.batch import padded
 
-#: token ids, ragged [row][token]
+#: Token ids [row][token]; rows may have different lengths.
 Rows = Sequence[Sequence[int]]
 
 

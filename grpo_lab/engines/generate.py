@@ -30,10 +30,10 @@ from transformers.generation.logits_process import LogitsProcessor, RepetitionPe
 
 logger = logging.getLogger("grpo_lab")
 
-#: tokens between two checks of which rows have ended: a check costs about as much as a token
+#: Number of tokens between two checks of which rows have ended. A check costs about as much as a token.
 STRETCH = 6
 
-#: settings of a generation config whose effect on a token does not depend on where its completion began
+#: Settings of a generation config whose effect on a token does not depend on where its completion began.
 _PER_TOKEN = {
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff",
     "eta_cutoff", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "bad_words_ids",
@@ -123,7 +123,7 @@ def one_number_a_draw() -> Iterator[None]:
                 torch.multinomial = _THEIRS
 
 
-#: torch's own draw; the threads that are inside `one_number_a_draw`, and how deep
+#: torch's own function for draws. The next two hold which threads are inside `one_number_a_draw`, and how deep.
 _THEIRS = torch.multinomial
 _LOCK = threading.Lock()
 _INSIDE = Counter[int]()

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 
-#: arguments of a chat template that `render_prompt` sets itself, as TRL's trainer does
+#: Arguments of a chat template that `render_prompt` sets itself, as TRL's trainer does.
 RENDERING = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "padding",
     "return_dict", "return_tensors", "tokenize", "tools", "truncation",
 )  # fmt: skip
-#: most characters that a chat template, a program that came with the model, may make of one prompt
+#: Largest number of characters that a chat template may make of one prompt. A template is a program that came with the
+#: model.
 TEMPLATE_CHARACTERS = 10_000_000
 
 

@@ -24,7 +24,8 @@ class EngineFault(RuntimeError):
 class GroupedEngine:
     """A `vllm.LLM` whose `generate` folds equal prompts and refuses answers that cannot be trained on."""
 
-    #: called with the ``EngineFault`` of a log-prob that is NaN or infinite; None: the fault is raised
+    #: Function that is called with the ``EngineFault`` of a log-prob that is NaN or infinite. With None the fault is
+    #: raised.
     on_fault: Callable[[EngineFault], None] | None = None
     faulty = False  # after such a fault pages of the KV cache may hold NaN until `sync.clear_cache`
 

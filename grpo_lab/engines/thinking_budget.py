@@ -32,7 +32,7 @@ QWEN3_STOP_TEXT = (
 )
 
 Continue = Callable[[list[list[int]], int], list[Completion]]
-"""``(prompts, most new tokens) ->`` one completion a prompt, in the prompts' order."""
+"""Function ``(prompts, most new tokens)`` that returns one completion per prompt, in the order of the prompts."""
 
 
 @dataclass(frozen=True)

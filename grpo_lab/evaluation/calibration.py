@@ -19,9 +19,9 @@ from grpo_lab.evaluation.statistics import Interval, Vote, majority_vote
 
 BINS = 10
 DRAWS = 1000
-"""Bootstrap draws of the problems; the interval is their 2.5% and 97.5% quantile."""
+"""Number of bootstrap draws of the problems. The interval reaches from their 2.5% to their 97.5% quantile."""
 Pairs = Sequence[tuple[float, float]]
-"""(confidence, correct), both in [0, 1]; correct is a fraction where a vote was tied."""
+"""Pairs (confidence, correct), both in [0, 1]. ``correct`` is a fraction where a vote was tied."""
 Array = NDArray[np.float64]
 
 

@@ -25,7 +25,7 @@ from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows
 from grpo_lab.reading import parse_json
 
 MOST_RUNS = 8
-"""As many as a chart can tell apart."""
+"""Largest number of runs that a chart can tell apart."""
 _JUDGING = ("judge", "mode", "reward")
 _CONDITIONS = ("template", "max_new_tokens", "n_samples", "temperature", "limit")
 _NOT_SETTINGS = (
@@ -41,7 +41,7 @@ _TESTS = (
     "test, two-sided."
 )
 _ON_TERMINAL = ("greedy accuracy before", "greedy accuracy", "tokens, mean", "thinking, mean", "truncated")
-"""The results that fit there, with the measures."""
+"""Results that fit on a terminal, beside the measures."""
 MARK = "grpo_lab comparison"
 _RUNS = re.compile(rf'<meta name="{MARK}" content="(\[[^"]*)">')
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Reward = Callable[..., "list[float | None]"]
 KEPT = "answers.{}.jsonl"
-"""The finished blocks of a rank, until the result is written."""
+"""File of a rank's finished blocks, which it keeps until the result is written."""
 
 
 class EvaluationStopped(KeyboardInterrupt):

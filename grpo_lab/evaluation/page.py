@@ -27,7 +27,8 @@ _SHOWN: dict[tuple[bool | None, bool | None], tuple[str, int]] = {
     (False, False): ("still wrong", 2),
     (True, True): ("stayed correct", 2),
 }
-"""Right before and after → how that is called, and how many are shown: failures on purpose, next to the gains."""
+"""(right before, right after) → heading of such examples, and how many of them are shown. Failures are shown on
+purpose, next to the gains."""
 SHOWN_OF_ONE_SIDE = 4
 
 

@@ -53,9 +53,9 @@ FACTS: dict[str, Callable[[float], str]] = {
     "tokens": "{:,.0f}".format,
     "seconds": duration,
 }
-"""Facts that stages share, the columns of their table, and how each is written."""
+"""Facts that stages share → how each is written. They are the columns of the stages' table."""
 OUT_OF = "out_of"
-"""Fact of a stage that chooses ``rows``: how many there were to choose from."""
+"""Fact of a stage that chooses ``rows``: the number of rows that it chose from."""
 _COST = {"seconds": "time", "tokens": "tokens generated"}
 _START = "start model"
 _JOINED = ("", "after", "of", "on", "evaluate", "evaluation", "eval", "score", "measured")
@@ -66,9 +66,9 @@ WIDTH = 330.0
 DROP = 24.0
 LINE = 17.0
 LANE = 9.0
-"""Of a box, between two boxes, from a line to the next, from an arrow beside the boxes to the next: pixels."""
+"""Pixels: the width of a box, and the distances between two boxes, two lines, and two arrows beside the boxes."""
 CHARACTERS = 42
-"""Of a line in a box."""
+"""Largest number of characters in a line of a box."""
 
 
 def status(folder: Path, console: Console | None = None, stages: Sequence[PipelineStage] = ()) -> None:

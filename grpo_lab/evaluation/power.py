@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from scipy.special import nctdtr, stdtrit
 
 POWER, LEVEL = 0.8, 0.05
-"""Of a comparison: the chance to see a difference that is there, and to see one that is not."""
+"""Chance that a comparison shows a difference that is there, and chance that it shows one that is not."""
 
 
 def power_over_seeds(difference: float, sd: float, seeds: int, level: float = LEVEL, *, paired: bool = False) -> float:

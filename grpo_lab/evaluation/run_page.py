@@ -298,7 +298,7 @@ COLUMNS = [
     ("sample length", "{sample_length:.1f}"),
     ("w(θ), first → last", "{weight_first:.3f} → {weight_last:.3f}"),
 ]
-"""Of the table: the heading, and how a cell is written; a dash where a number is not there."""
+"""Columns of the table: heading, and function that writes a cell. A missing number is written as a dash."""
 _ROUNDS_FOOT = (
     "Round 0 is the start model. Right: of the samples that could be scored. Kept: own rows (pairs) over samples. "
     "Ways: right answers that differ. Lengths in tokens. The same lines, unrounded: rounds.jsonl."

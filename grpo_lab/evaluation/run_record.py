@@ -32,7 +32,7 @@ Series = list[tuple[int, float]]
 """(optimizer step, value), steps rising."""
 
 EVALUATE = "evaluate"
-"""The kind of a pipeline's stage that measures another's model."""
+"""Kind of the stage of a pipeline that evaluates the model of another stage."""
 TRAINING = "training"
 LONG2SHORT = "long2short"
 ROUNDS = "rounds"
@@ -44,7 +44,7 @@ RUNNING = "running"
 FAILED = "failed"
 BROKEN_OFF = "broken off"
 DONE = "done"
-"""How far a stage is: not begun; under way; ended by an error; ended by a stop or a kill; with its results."""
+"""The states of a stage: not begun, under way, ended by an error, ended by a stop or a kill, done."""
 _JUDGED = ("judge", "mode", "reward", "template", "thinking")
 _NUMBERED_LINES = 5
 
@@ -68,7 +68,8 @@ class PipelineStage:
 
 
 StagesOf = Callable[[Path], Sequence[PipelineStage]]
-"""The stages of the pipeline in a folder as they stand now; none: its last run's words hold (`pipeline.json`)."""
+"""Function that reads how the stages of the pipeline in a folder stand now. Without it, `pipeline.json` of its last run
+is read."""
 
 
 def as_left(folder: Path) -> Sequence[PipelineStage]:

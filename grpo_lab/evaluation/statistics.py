@@ -14,7 +14,7 @@ from typing import TypeGuard
 from scipy.special import stdtrit
 
 Z = NormalDist().inv_cdf(0.975)
-"""Of 95% intervals."""
+"""Quantile of the normal distribution for 95% intervals."""
 Vote = tuple[str | None, bool]
 """One sample's answer (None: it gave none) and whether it was judged correct."""
 

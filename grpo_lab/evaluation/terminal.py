@@ -200,7 +200,7 @@ _NUMBERS = {
     "truncated": "truncated_share",
     "unscorable": "unscorable_share",
 }
-"""Name → where it is in a result."""
+"""Name on the terminal → field of a result."""
 
 
 def _other_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:

@@ -60,7 +60,7 @@ MARKER, KEPT = "curation.json", "curated.parquet"
 BY_TEXT = ("kind", "duplicates", "contamination")
 """Filters that read the text alone."""
 _BATCH = 1000
-"""Rows that are taken out of a table, or into it, at once."""
+"""Number of rows that are read from a table, or written to it, at once."""
 
 
 @settings(rest="sampling")

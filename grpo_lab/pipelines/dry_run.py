@@ -32,7 +32,8 @@ NOT_BUILT: dict[str, Any] = {
     "report_to": "none",
     "save_checksums": True,
 }
-"""What the stand-in is built without, besides: the engine, the hub, and how the real model is loaded."""
+"""Settings that the stand-in for the trainer is built without: the engine, the hub, and how the real model is loaded.
+"""
 
 
 @asking_the_hub_once()

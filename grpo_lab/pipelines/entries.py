@@ -157,7 +157,7 @@ class PipelineFiles:
     recipe: PipelineRecipe
     entries: Sequence[Entry]
     _said: dict[str, tuple[Any, str, bool]] = field(default_factory=dict)
-    """Stage → what its file was like, its part of `pipeline.json`, whether it is done."""
+    """Stage → stamp of its file (time, size, inode), its part of `pipeline.json`, and whether it is done."""
 
     def begin(self) -> None:
         """Write all three: which pipeline it is, what is asked for, and how far every stage is."""

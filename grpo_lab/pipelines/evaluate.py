@@ -34,11 +34,11 @@ from grpo_lab.settings import read
 from grpo_lab.visible import visible
 
 _ROWS = ("source", "split", "template")
-"""Loader arguments with an option of their own."""
+"""Arguments of loaders that have an option of their own."""
 _TAKEN = (
     "seed", "mode", "model", "limit", "output", "batch_size", "n_samples", "temperature", "tokenizer", "overwrite",
 )  # fmt: skip
-"""Options of another meaning: a loader's argument of that name is `--data.NAME` only."""
+"""Options whose names loaders use for another argument, which can then only be given as `--data.NAME`."""
 
 _GIVEN = ("batch_size", "n_samples", "temperature", "max_new_tokens", "use_vllm", "log_probs", "templates",
          "thinking", "thinking_budget", "budget_text", "by")  # fmt: skip
@@ -46,7 +46,7 @@ _GIVEN = ("batch_size", "n_samples", "temperature", "max_new_tokens", "use_vllm"
 
 
 _ANSWERS = re.compile(r"(summary\.json|outcomes\.(jsonl|parquet)|answers\.\d+\.jsonl)")
-"""Files of one condition."""
+"""Names of the files of one condition."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

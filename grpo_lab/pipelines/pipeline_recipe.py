@@ -24,7 +24,7 @@ from grpo_lab.runs.differences import plain_settings
 from grpo_lab.settings import Hours, Whole, did_you_mean, must_be, read, settings
 
 RECIPE = "pipeline.yaml"
-"""In the output folder: the pipeline as it was read, which `resume` reads."""
+"""File in the output folder with the pipeline as it was read. `resume` reads it."""
 OF_A_FOLDER = "a folder's name: 1 to 100 letters, digits, - and _"
 OWN = ("stage", "name", "inputs", "launch", "slurm", "recipe")
 """Keys of an entry that are not its kind's."""

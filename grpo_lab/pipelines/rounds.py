@@ -45,7 +45,7 @@ from grpo_lab.trainer.supervised.methods import check_training
 
 Line = dict[str, Any]
 Rounds = Sequence[Sequence[Stage]]
-"""The stages of the start (0), and of each round."""
+"""The stages of each round. Round 0 is the start."""
 SHOWN = ("", "held-out accuracy", "length", "right", "kept", "ways a solved problem", "rows (gold)", "tokens generated")
 """Columns of the page's table that fit on a terminal."""
 

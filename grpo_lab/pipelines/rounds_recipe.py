@@ -39,7 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dpo": {"rounds": {"count": 2, "train_from": "last"}, "pairs": {}},
     "simpo": {"rounds": {"count": 2, "train_from": "last"}, "pairs": {}},
 }
-"""method → what its sections are where the recipe says nothing else. Sources: docs/algorithms."""
+"""Method → what its sections hold where the recipe says nothing else. Sources: docs/algorithms."""
 IMITATE = ("rft", "online_rft", "expert_iteration")
 
 

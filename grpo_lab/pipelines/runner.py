@@ -39,7 +39,7 @@ from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.settings import all_of
 
 PIPELINE_OF_RANK = "GRPO_LAB_PIPELINE_PROCESS"
-"""The variable that names a launched rank the pipeline's process."""
+"""Environment variable that tells a launched rank the process id of the pipeline."""
 
 
 def run_pipeline(

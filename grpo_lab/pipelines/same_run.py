@@ -13,9 +13,9 @@ from grpo_lab.recipe.yaml import parsed
 from grpo_lab.runs.differences import Difference, refuse_other_settings
 
 ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")
-"""Where a rollout server is."""
+"""Settings that say where a rollout server is."""
 LENGTH = ("max_steps", "num_train_epochs")
-"""How far the run goes."""
+"""Settings that say how far the run goes."""
 
 CANNOT_CHANGE_THE_PAST = frozenset(
     (

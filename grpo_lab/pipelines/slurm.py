@@ -16,7 +16,8 @@ from grpo_lab.pipelines.pipeline_recipe import PipelineRecipe
 from grpo_lab.pipelines.runner import words_of_stage
 
 ASKED_EARLIER = {"open-mode": "append", "requeue": True, "signal": "B:TERM@600"}
-"""Ten minutes before its end a job is told, and its stage keeps what it has (docs/resume.md)."""
+"""Options of ``sbatch``. Ten minutes before its end a job gets a signal, on which its stage saves its work
+(docs/resume.md)."""
 JOB = """#!/bin/bash
 {options}
 cd "${{SLURM_SUBMIT_DIR:-.}}"
@@ -28,7 +29,8 @@ while kill -0 $running 2>/dev/null; do code=0; wait $running || code=$?; done  #
 if [ $code = 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code
 """
-"""Asked to stop (`io.EXIT_INTERRUPTED`) it goes back into the queue, and the same command goes on."""
+"""Batch script of a stage. If the stage stops on request (`io.EXIT_INTERRUPTED`), the job goes back into the queue, and
+the same command resumes it."""
 
 
 def write_batch_scripts(recipe: PipelineRecipe) -> Path:

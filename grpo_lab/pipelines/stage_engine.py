@@ -26,9 +26,10 @@ from grpo_lab.runs.stage import Workspace, plain_facts
 from grpo_lab.runs.stop_requests import StopRequests
 
 SECONDS_BETWEEN_COLLECTIONS = 0.5
-"""Less than loading a model takes, and as much as looking for what nobody holds takes beside all libraries."""
+"""Least time between two garbage collections. One takes about as long beside all libraries, and loading a model takes
+longer."""
 _collected = [0.0]
-"""When that was last done."""
+"""Time of the last garbage collection."""
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ from grpo_lab.visible import visible
 Facts = dict[str, Any]
 
 PATHS = ("path", "model", "short_model", "teacher", "source", "rows", "samples", "tokenizer")
-"""Settings that name a file or a folder without a slash in it, too."""
+"""Settings that name a file or a folder even if they have no slash."""
 NEW = "new"
 AGAIN = "again"
 GOES_ON = "goes on"
-"""How the reason begins for which a stage is to be done."""
+"""How the reason begins if a stage is to be continued and not done from its start."""
 _MOST_FILES = 2000
-"""More files than these of one place are read anew each time."""
+"""Largest number of files of one place whose digests are remembered. The files of a larger place are read each time."""
 _LONGEST_ERROR = 500
 
 

@@ -33,7 +33,7 @@ from grpo_lab.runs.folder import RUN, STAGE, read_marker
 WAITS, NOTHING = "waits", "done"
 TO_DO_AGAIN = "done, to do again"
 LOCK_OF_STAGE = "{}.stage.lock"
-"""In the pipeline's folder, held by the process that does the stage."""
+"""Lock file in the pipeline's folder. The process that does the stage holds it."""
 
 
 class Standing(NamedTuple):

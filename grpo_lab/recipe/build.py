@@ -39,7 +39,7 @@ REWARDS = {
     "worked_out": "worked_out",
 }
 AROUND = ("flipped", "wrong_label")
-"""Rewards whose argument `reward` is a reward, written as one."""
+"""Rewards that take another reward as their argument `reward`, written as a recipe writes one."""
 SHAPING = ("soft_overlong", "repetition", "cosine_scaled")  # TRL's, built by ``trainer.trl_bridge.rewards``
 MAX_UNPARSEABLE_GOLDS = 0.01
 

@@ -22,13 +22,13 @@ from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.supervised.methods import check_rows, check_training, worked_pairs
 
 SFT_MAX_LENGTH = 1024
-"""TRL's ``SFTConfig.max_length`` where the cold start does not say."""
+"""TRL's default of ``SFTConfig.max_length``, used where the cold start sets none."""
 FEW = 1000
-"""Rows of a cold start that a dry run makes."""
+"""Number of rows of a cold start that a dry run makes."""
 GIVEN_TO_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What TRL hands to every reward, besides the columns of the rows."""
+"""Arguments that TRL passes to every reward, besides the columns of the rows."""
 TAKES_REWARDS = ("_calculate_rewards", "_generate_and_score_completions")
-"""Where a team's trainer may hand over more."""
+"""Methods in which a team's trainer may pass further arguments to rewards."""
 
 
 def evaluation_tokens(recipe: Recipe) -> int:
@@ -301,8 +301,8 @@ def cold_start_rows(
 ) -> Any:
     """Return the rows of a cold start, and check its settings.
 
-    ``model``: its tokenizer and configuration, if known; ``where``: the setting that names the rows. A dry run
-    (``here_only``) makes only few rows, if more would show nothing else.
+    ``model`` holds the tokenizer and the configuration, if they are known. ``where`` is the setting that names the
+    rows. With ``here_only`` (a dry run) nothing is downloaded, and only ``FEW`` rows are generated if all are alike.
     """
     settings = check_training("sft", section.arguments, "cold_start")
     check_trackers(settings.get("report_to"), "cold_start.report_to")

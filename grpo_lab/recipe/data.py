@@ -26,7 +26,7 @@ MADE |= {"countdown": "countdown", "sorting": "sorting"}
 """Loaders that read their rows, and that make them → the reward that judges them."""
 LOADERS = {**{name: f"load_{name}" for name in READ}, **{name: name for name in MADE}}
 BESIDE = ("loader", "template", "limit")
-"""What a section says beside its loader's arguments."""
+"""Keys of a section that are not arguments of its loader."""
 
 
 def load_rows(section: DataSection, where: str = "data") -> Dataset:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 Seen = dict[str, list[Any]]
-"""File → its size, its time of change in nanoseconds, its digest."""
+"""File → its size, its modification time in nanoseconds, its digest."""
 KNOWN: dict[str, tuple[int, int, str]] = {}
 _A_TICK = 50_000_000
-"""Nanoseconds in which a file system may give two changes one time."""
+"""Nanoseconds within which a file system may give two changes the same time."""
 
 
 def file_digest(file: Path) -> str:

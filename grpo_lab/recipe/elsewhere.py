@@ -27,7 +27,7 @@ RECIPE = {
     "system_prompt": "`data: {template: …}`",
     "chat_template": "a tokenizer's folder that holds it, `model: {tokenizer: …}`",
 }
-"""In a recipe of `grpo-lab train`."""
+"""Foreign setting → what a recipe of `grpo-lab train` has in its place."""
 
 SAVED = {
     **RECIPE,
@@ -36,7 +36,7 @@ SAVED = {
     **dict.fromkeys(("torch_dtype", "dtype", "attn_implementation"), "nothing: a model is loaded as it was saved"),
     **dict.fromkeys((*_BITS, "use_peft", *_LORA), "nothing: whole weights are asked, and trained"),
 }
-"""In a recipe of the commands that take a saved model as it is."""
+"""The same for recipes of the commands that take a saved model."""
 
 SUPERVISED = {
     **SAVED,
@@ -48,7 +48,7 @@ SUPERVISED = {
     "system_prompt": "a message of the rows, or `data: {template: …}`",
     "chat_template": "a tokenizer's folder that holds it, beside the model",
 }
-"""In a stage of a pipeline, and in the settings of a supervised training."""
+"""The same for a stage of a pipeline, and for the settings of a supervised training."""
 
 
 def refuse_words_from_elsewhere(

@@ -33,7 +33,7 @@ NOT_OF_THIS_MACHINE: dict[str, Any] = dict.fromkeys(("tf32", "fsdp", "fsdp_confi
     ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile", "use_liger_kernel", "dataloader_pin_memory"),
     False,
 )
-"""What a plan leaves out of a configuration, since only the machine of the run can have it: number formats of a GPU,
+"""Settings that a dry run leaves out, since only the run's own machine can have them: number formats of a GPU,
 sharding, kernels."""
 
 

@@ -52,7 +52,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-"""A folder that a tokenizer was saved to holds at least one of these."""
+"""A folder that a tokenizer was saved to holds at least one of these files."""
 _WRITTEN_BY_THE_SAVING = ("transformers_version", "_name_or_path", "peft_version")
 
 

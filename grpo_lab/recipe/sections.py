@@ -104,9 +104,9 @@ class RewardSection:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-#: tokens of a completion where neither ``max_new_tokens`` nor ``max_completion_length`` is written
+#: Tokens of a completion if neither ``max_new_tokens`` nor ``max_completion_length`` is set.
 NEW_TOKENS = 512
-#: prompts that transformers generates for at once
+#: Number of prompts that transformers generates for at once.
 BATCH_SIZE = 64
 STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
 
@@ -262,7 +262,8 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 
 LONGEST_NAME, LONGEST_PATH = 255, 3800
-"""Bytes of a file's name, and of a folder's path: Linux takes 4,095, of which the files inside need some."""
+"""Largest number of bytes of a file's name, and of a folder's path. Linux takes paths of 4,095 bytes, of which the
+files inside need some."""
 TELLING = {
     "rewards": "train",
     "filters": "curate",
@@ -271,7 +272,7 @@ TELLING = {
     **dict.fromkeys(("rft", "online_rft", "expert_iteration"), "rounds"),
     **dict.fromkeys(("shortest_sft", "merge"), "long2short"),
 }
-"""Sections, and values of ``method``, that one command alone has."""
+"""Section, or value of ``method`` → the only command whose recipes have it."""
 
 
 def check_command(written: Mapping[str, Any], command: str) -> None:
@@ -347,7 +348,7 @@ OF_A_SAMPLED_MODEL = {
     "lora": "all weights are asked, and trained",
     "tokenizer": "a model is asked with its own (save the other one into its folder)",
 }
-"""Settings of a ``model`` that is asked as it was saved → why they have no effect."""
+"""Settings of ``model`` that have no effect where a saved model is sampled from → why."""
 
 
 def refuse_every(evaluation: EvaluationSection | None) -> None:

@@ -23,11 +23,11 @@ _OURS = (
     ("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")),
     (_AMBIGUOUS, _TWO_WAYS),
 )
-#: Sections that are also written as a bare name: ``objective: dr_grpo`` is ``objective: {name: dr_grpo}``.
+#: Sections that may also be written as a bare name: ``objective: dr_grpo`` is ``objective: {name: dr_grpo}``.
 NAMED = ("objective", "advantage", "sampler", "update", "reward", "environment_factory")
 LISTS_OF_NAMED = ("rewards", "callbacks", "tools")
 FOLDERS = ("output_dir", "path", "source")
-#: Settings that name a folder or a file: their text is taken as it is written, `123`, `1e3`, `off` and `a: b` included.
+#: Settings that name a folder or a file. Their text is taken as it is written, also `123`, `1e3`, `off` and `a: b`.
 OF_FILES = (*FOLDERS, "stop_file", "samples", "tokenizer", "short_model", "teacher", "against")
 PACKAGE = Path(__file__).resolve().parents[1]
 PLACES = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
@@ -48,7 +48,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._open: list[str | None] = []
-        """Anchors of the nodes that are being read, from the outermost one on; None for one without."""
+        """Anchors of the nodes that are being read, outermost first; None for a node without one."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()

@@ -26,13 +26,13 @@ from grpo_lab.rewards.completion import whole_text
 from grpo_lab.rewards.plain_arithmetic import ABOUT, plain
 from grpo_lab.rewards.steps import SplitStepReward
 
-#: longest side of an equation that is read, in characters, and deepest nesting
+#: Longest side of an equation that is read, in characters, and deepest nesting in it.
 MAX_SIDE = 400
 MAX_DEPTH = 60
 MAX_EXPONENT = 64
 MAX_BITS = 2048
 
-#: GSM8K's calculator: ``3 * 4 = <<3*4=12>>12``
+#: GSM8K's calculator: ``3 * 4 = <<3*4=12>>12``.
 _CALCULATOR = re.compile(r"<<([^<>]{1,200})>>")
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<name>(?<![A-Za-z])[A-Z](?![A-Za-z]))|(?P<sign>[-+*/^()\[\]{}]))"
@@ -45,7 +45,7 @@ _LONE = re.compile(r"[\s(+-]*\d*\.?\d+[\s)]*")
 _OPEN, _CLOSE = "([{", ")]}"
 _AS_PYTHON = {"^": "**", "[": "(", "{": "(", "]": ")", "}": ")"}
 _OPERATIONS: Any = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-#: characters that are read: an answer that is worked out calculates long before them
+#: Number of characters that are read. A worked solution states its equations long before.
 MOST_READ = 8_000
 _OPERATION = r"\d[^=\n\d]{0,20}(?:[-+*/×÷·⋅−^]|\bx\b|\\times|\\cdot|\\div)[^=\n\d]{0,20}\d|\\[dt]?frac"
 _CALCULATION = re.compile(rf"(?:{_OPERATION})[^=\n]{{0,80}}=|=[^=\n]{{0,80}}?(?:{_OPERATION})")

@@ -16,16 +16,17 @@ _FENCE = re.compile(r"^([ \t]{0,8})(`{3,}|~{3,})[ \t]*([^\s`]{0,30})")
 _PYTHON = re.compile(r"\{?\.?(?:i?python|py)[\d.]*\}?")
 _QUOTES = re.compile(r"\"\"\"|'''")
 _LOOK_AHEAD = 400
-"""Lines in which a text in triple quotes must end for a fence in it to be part of it."""
+"""A fence inside a text in triple quotes belongs to that text only if the text ends within this many lines."""
 
 
 class RowReward(ABC):
     """Base class of a reward that judges one completion by its row's columns; a subclass implements ``score``."""
 
     columns: ClassVar[tuple[str, ...]] = ()
-    """What ``score`` gets beside the text; ``LabTrainer`` looks for them in the data set before anything is loaded."""
+    """Columns that ``score`` gets beside the text. ``LabTrainer`` checks that the data set has them before anything is
+    loaded."""
     __name__: str
-    """TRL names its metrics after this."""
+    """Name under which TRL logs this reward."""
 
     def __repr__(self) -> str:
         own = ((name, value) for name, value in vars(self).items() if not name.startswith("_") and name != "tokenizer")
@@ -276,7 +277,7 @@ _LAYOUTS = {
     "think": (_TAGS[:2], [[False, True, True]]),
     "modes": (_TAGS[:2], [[False, True, True], [False, False, True]]),
 }
-"""form → its tags in order, and which of the texts around them may say something together."""
+"""Form → its tags in order, and for each layout which of the texts around the tags are non-empty."""
 
 
 class ThinkFormatReward(RowReward):

@@ -130,9 +130,9 @@ TRACE = 0.02
 """A language is dropped if it explains less than this share of the words, or less than ``TRACE_WORDS`` words."""
 TRACE_WORDS = 1.0
 DOUBT = 2.0
-"""Imagined words in the expected language: a text of three ambiguous words is then in that language and not in the one
-whose frequencies happen to fit best. They decide between languages that fit; they are not counted, and no French word
-becomes English by them."""
+"""Number of imagined words in the expected language. A text of three ambiguous words then belongs to that language, not
+to the one whose frequencies happen to fit best. They decide between languages that fit and are not counted: no French
+word becomes English by them."""
 
 
 def mixture_shares(likelihoods: Array, counts: Array, expected: int | None = None) -> Array:
@@ -173,11 +173,11 @@ def _maximise(likelihoods: Array, counts: Array, prior: Array, start: Array) -> 
 
 
 CAPITALS_PER_WORD = 0.6
-"""Capitalised words for each other word that prose explains (German, the highest: about 0.5)."""
+"""Number of capitalised words that prose explains for each other word (German has the most: about 0.5)."""
 LETTERS_PER_WORD = 0.15
-"""One-letter words for each other word of Latin prose (Portuguese, the highest: about 0.12)."""
+"""Number of one-letter words that Latin prose explains for each other word (Portuguese has the most: about 0.12)."""
 MOST_NAMES = 0.15
-"""At most this share of a text's words is forgiven as names in a foreign script."""
+"""Largest share of a text's words that is left out as names in a foreign script."""
 
 
 class LanguageShares(NamedTuple):

@@ -57,7 +57,8 @@ class PreferenceReward:
     batch_size: int = 16
     learning_rate: float = 1e-5
     seed: int = 0
-    #: (prompt, completion) pairs of the last call; a trainer that trains this model begins with [], else it is None
+    #: Pairs (prompt, completion) of the last call. A trainer that trains this model sets it to []; otherwise it is
+    #: None.
     seen: list[tuple[Any, Any]] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:

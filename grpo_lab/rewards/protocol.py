@@ -147,7 +147,8 @@ class GroupReward(ABC):
 
     scope: ClassVar[Scope] = "group"
     requires: tuple[str, ...] = ()
-    #: True: ``group.environments`` holds the rollouts' environments (with several ranks they are pickled to the others)
+    #: Whether ``group.environments`` holds the rollouts' environments. With several ranks they are pickled and sent to
+    #: the others.
     reads_environments: bool = False
 
     def __init__(

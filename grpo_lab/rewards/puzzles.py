@@ -91,7 +91,7 @@ def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
 
 _INTEGER = re.compile(r"-?[0-9]+")
 _MOST_READ = 4000
-"""Digits: Python reads no longer number; beyond it one is in order and equals none."""
+"""Largest number of characters of a number that is read. A longer one counts as infinite."""
 
 
 def _in_order(answer: Sequence[float]) -> int:
@@ -208,9 +208,9 @@ class CoinReward:
     """Random reward: 1.0 with probability ``p`` for each completion, whatever it says, else 0.0; drawn anew at every
     call.
 
-    The draws follow from (seed, rank, optimizer step, number of the call in this step). The same run draws the same
-    values, ranks draw different ones, and a resumed run goes on. An exception is the checkpoint's own batch, if this
-    reward was also called on an `eval_dataset` meanwhile.
+    The draws follow from (seed, rank, optimizer step, number of the call in this step). So the same run draws the same
+    values, ranks draw different ones, and a resumed run draws what the uninterrupted one does. Only a batch that is
+    open at a checkpoint may differ, if an evaluation on an `eval_dataset` also calls this reward in that step.
 
     Args:
         p: probability of 1.0.

@@ -71,7 +71,7 @@ def _listed(value: Any, count: int, name: str, where: str = "") -> list[Any]:
 
 
 Splitter = Callable[[str], Sequence[int]]
-"""``text -> ends``: for each step the index behind its last character, ascending."""
+"""Function ``text -> ends``: the index behind the last character of each step, ascending."""
 
 
 class StepReward(ABC):
@@ -79,9 +79,9 @@ class StepReward(ABC):
     gets."""
 
     scope: ClassVar[str] = "step"
-    #: counts in tokens where steps end; ``LabTrainer`` sets it if the reward leaves it ``None``
+    #: Tokenizer that says at which token a step ends. ``LabTrainer`` sets it if it is ``None``.
     tokenizer: Any = None
-    #: completions with a step that was scored NaN (taken as ``None``), since the object was made
+    #: Number of completions, since this object was made, with a step whose score was NaN (taken as ``None``).
     not_numbers: int = 0
 
     @property

@@ -85,7 +85,7 @@ _SYMBOLS = (
 _NEUTRAL_WORDS = frozenset(_SYMBOLS.split())
 
 LETTER_WORDS = frozenset("aeiouy")
-"""Single letters a–z that are a word somewhere (English "a", Spanish "y"); they can as well be variables."""
+"""Single letters a–z that are a word in some language (English "a", Spanish "y"); they can as well be variables."""
 
 _ENVIRONMENTS = (
     "align aligned alignat alignedat equation gather gathered array eqnarray "
@@ -130,7 +130,7 @@ def words_of(text: str) -> list[Word]:
 
 
 def _prose(text: str) -> str:
-    """Blank code and formulas in ``text``, except what they contain in other scripts and in ``\\text{…}``."""
+    """Replace code and formulas in ``text`` by blanks. What they hold in other scripts and in ``\\text{…}`` stays."""
     pieces = _FENCE.split(text)
     text = "".join(piece if at % 2 == 0 else _blank(piece) for at, piece in enumerate(pieces))
     for opener, closer in _PAIRS:  # an opener that is never closed is left as it is
@@ -197,20 +197,21 @@ def _script_runs(token: str) -> list[tuple[str | None, str]]:
 Likelihoods = NDArray[np.float64]
 
 UNSEEN = 1e-7
-"""Frequency given to a word in a language whose list lacks it (the lists end at 1e-6: a word in a million)."""
+"""Frequency of a word in a language whose list does not have it. The lists end at 1e-6, a word in a million."""
 LISTED = 5e-7  # between the lists' least frequency and what a word gets without being in any
 FOREIGN = 3e-7
-"""p(w | no language we know): a word that no language explains better than this counts as ``other``."""
+"""Likelihood p(w | no language we know). A word that no language explains better counts as ``other``."""
 NAME, KNOWN_NAME = 1e-5, 1e-3
-"""Added to every language (and ``other``) for a capitalised word, so that "The" keeps its evidence and a name follows
-its text; the second where half of the lists have it (José, but no German noun)."""
+"""Likelihood that is added to every language, and to ``other``, for a capitalised word: "The" keeps its evidence and a
+name follows its text. The second holds if half of the lists have the word (José, but no German noun)."""
 LONGEST_WORD = 40
 RARE_CHARACTER = log(1e-6)
 TRADITIONAL = 0.3  # a character in its traditional form, beside its simplified one
 HAN_IN_JAPANESE = log(0.45)  # about that share of Japanese characters is Han; counted for three characters of a run
 KANA_IN_CHINESE = log(1e-3)
 MAX_GUESSED = 250
-"""At most this many different unlisted words of one text are shown to lingua (0.3 ms each); the rest say nothing."""
+"""Largest number of different unlisted words of one text that lingua is asked for (0.3 ms each). The others carry no
+evidence."""
 
 
 def word_likelihoods(words: Sequence[Word], group: str) -> Likelihoods:

@@ -22,14 +22,15 @@ from grpo_lab.recipe.sections import DataSection, RewardSection
 from grpo_lab.trainer.metrics.progress import AsStock, OneLine
 
 TALKATIVE = ("vllm", "trl", "accelerate", "peft", "torch")
-"""Loggers heard from warnings up."""
+"""Loggers of which warnings and errors are shown."""
 NOTES = ("transformers.trainer", "transformers.trainer_utils", "transformers.generation")
-"""Loggers heard from errors up: special tokens aligned, generation flags that a sampler does not read. What
-transformers says of weights that a checkpoint lacks comes from elsewhere, and stays."""
+"""Loggers of which errors alone are shown. Their warnings say that special tokens were aligned, or that a sampler does
+not read a generation flag. What transformers says of missing weights comes from another logger, and stays."""
 FOR_DEVELOPERS = r"(torch|transformers|trl|accelerate|peft|datasets|huggingface_hub|vllm)(\.|$)"
 NO_ACCELERATOR = r".*pin_memory.*no accelerator"
 EXPERIMENTAL = r"You are (importing from 'trl\.experimental'|using '\w+', which is an experimental feature)"
-"""TRL's SimPO, which long2short uses knowingly; `rollout_func` (thinking budgets) and `environment_factory`."""
+"""Warnings that are hidden: TRL's SimPO, which long2short uses knowingly, `rollout_func` (thinking budgets) and
+`environment_factory` are experimental."""
 
 
 def describe(settings: Any) -> str:

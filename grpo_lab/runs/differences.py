@@ -17,9 +17,9 @@ from grpo_lab.recipe.models import model_files
 from grpo_lab.runs.folder import RUN, is_only_marked, record_of
 
 FLAT = ("arguments", "sampling")
-"""Sections whose settings stand in a recipe without a section's name."""
+"""Sections whose settings a recipe writes without the section's name."""
 OF_NO_FILE = ("name", "output_dir", "keep_models", "max_hours", "stop_file")
-"""Settings of a recipe that nothing which is made follows from."""
+"""Settings of a recipe on which no file that is made depends."""
 PACKAGES = ("grpo_lab", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "math-verify", "vllm")
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # it imports TRL, which a process that starts a lab's cells h
 Facts = dict[str, Any]
 Words = dict[str, str]
 Report = Callable[[Any, str, float | None], None]
-"""``report(workspace, stage, None)`` before a stage, with its seconds afterwards."""
+"""Function ``report(workspace, stage, seconds)``. It is called with None before a stage, and with the stage's seconds
+after it."""
 
 console = Terminal()
 

@@ -43,7 +43,8 @@ from grpo_lab.sandbox.wire import HEADER, frame
 
 Handler = Callable[[Any], Any]
 FROM_OUTSIDE = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM})
-"""Signals that no limit of a worker's own sends: the kernel's when memory runs out, or somebody's."""
+"""Signals that none of a worker's own limits sends. They come from the kernel when memory runs out, or from somebody
+else."""
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 

@@ -34,7 +34,8 @@ _PREFIX = "grpo_lab_code_"
 _PATIENCE_S, _OLD_S = 0.2, 5.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALIVE, _FAULT = 8, 9
-"""Descriptors of the jailed process until its task begins: the watcher lives; what went wrong with the walls."""
+"""Descriptors of the jailed process until its task begins. The first shows that the watcher lives, the second takes an
+error of the walls."""
 
 
 class Jailed:

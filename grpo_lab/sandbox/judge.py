@@ -29,7 +29,7 @@ _PLACES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": walls.INSIDE, "TMPDIR
 _SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
 _BOOT = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in ("wire.py", "program.py"))
 _BOOT = _BOOT.replace("from __future__ import annotations\n", "")
-"""As one text: the jailed interpreter can see none of our files."""
+"""Source of the jailed process as one text, since the jailed interpreter can see none of our files."""
 
 
 def _program(kind: str) -> None:

@@ -76,8 +76,11 @@ class Program:
             return self._ask({"call": number, "args": [self._pack(one) for one in args], "named": packed}, args)
 
     def holds(self, number: int) -> Any:
-        """Return what an object derived from list, number or text holds; None for any other object. The answer is kept
-        until a call may change it. Asked afresh at every ``==``, the object could change between two comparisons."""
+        """Return the plain value of an object whose class derives from list, a number or text; None for any other.
+
+        The value is kept until a call may change it. An object that was asked at every ``==`` could answer two
+        comparisons differently.
+        """
         if number not in self._held:
             self._held[number] = self.ask(number, "plain")
         return self._held[number]

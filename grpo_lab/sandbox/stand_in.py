@@ -17,9 +17,10 @@ _QUESTIONS = (
     "istitle isupper issubset issuperset isdisjoint is_integer match fullmatch difference symmetric_difference"
 )
 YES_OR_NO = frozenset(_QUESTIONS.split())
-"""Questions of plain data's own types: an object that says yes, or no difference, must not pass for a text or set."""
+"""Questions of plain data's own types. An object that answers them with yes, or with no difference, must not pass for a
+text or a set."""
 _OF_DIFFERENCES = ("total_seconds", "days", "seconds", "microseconds", "is_zero")
-"""What plain differences are asked: ``(f(x) - datetime(…)).total_seconds() < 1``."""
+"""Methods that tests call on a difference of plain data: ``(f(x) - datetime(…)).total_seconds() < 1``."""
 _PLAIN_NAMES = ("__name__", "__qualname__", "__annotations__", "__wrapped__")
 
 
@@ -155,4 +156,4 @@ for _name in _OPERATORS.split():
         _method = functools.partialmethod(RemoteObject._reckoned, _what, _name)
         setattr(RemoteObject, f"__{_side}{_name.strip('_')}__", _method)
 DOC = vars(RemoteObject)["__doc__"]
-"""Each class made under it needs its own: a class statement sets one."""
+"""Docstring of `RemoteObject`. Each class made under it needs its own, since a class statement sets one."""

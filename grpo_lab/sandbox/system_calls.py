@@ -54,7 +54,7 @@ _IN_A_VIEW = (  # of files by name, which Landlock does not look at (`truncate` 
     "utimensat 280/88"
 )
 _NEW_SINCE = 424
-"""The first of the numbers that are the same on every machine: pidfd_send_signal, of Linux 5.1."""
+"""First of the system call numbers that are the same on every machine: pidfd_send_signal, of Linux 5.1."""
 _ANY = 0xFFFFFFFF
 _ALLOW = 0x7FFF0000
 _KILL = 0x80000000
@@ -100,7 +100,8 @@ _O_ASYNC = 0x2000
 _FCNTL = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030)  # DUPFD, GETFD, SETFD, GETFL, locks (also OFD's), DUPFD_CLOEXEC
 _F_SETFL = 4
 _IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)
-"""TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FICLONE."""
+"""Requests of ``ioctl`` that are allowed: TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FICLONE.
+"""
 _PR_NAME = (15, 16)
 _ARCH_SET_FS = 0x1002
 # SOCK_CLOEXEC | SOCK_NONBLOCK

@@ -34,9 +34,9 @@ _THREADS = 256
 _SYSTEM = "/usr /lib /lib32 /lib64 /bin /nix/store /etc/ld.so.cache /etc/localtime /etc/alternatives"
 _DEVICES = "/dev/null /dev/zero /dev/full /dev/random /dev/urandom"
 INSIDE = "/tmp"
-"""Where the empty folder is, inside."""
+"""Path of the empty folder as the jailed process sees it."""
 INTERPRETER = os.path.realpath(sys.executable)
-"""The program that runs programs: this Python, without its virtual environment."""
+"""Python interpreter that runs programs: this one, without its virtual environment."""
 _PREFIX = os.path.realpath(sys.base_prefix)
 
 

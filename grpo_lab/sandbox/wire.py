@@ -24,12 +24,12 @@ import sys
 from typing import Any
 
 MOST_BYTES = 32 << 20
-"""A longer message is not read."""
+"""Largest message that is read, in bytes."""
 MOST_DEPTH = 900
 RECURSION = 10_000
-"""What both sides recurse to: a dictionary takes three levels of JSON."""
+"""Recursion limit on both sides. A dictionary takes three levels of JSON."""
 HEADER = struct.Struct(">I")
-"""Before every message: its length."""
+"""The length of a message, which is sent before it."""
 _SAFE_INT = 1 << 53
 _LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 _OPAQUE = ("object", "function", "iterator", "name")

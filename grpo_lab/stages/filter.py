@@ -35,7 +35,7 @@ from grpo_lab.verifiers.verdict import CORRECT_FROM
 RATES = ("pass_rate", "successes", "trials", "mean_tokens", "mean_tokens_right")
 SCORES = ("kind", "prompt_tokens", *RATES, "guesses_right")
 DOMAIN = "domain"
-"""A score, too, but a column of the data that is called so stays as it is."""
+"""Name of the score for a row's domain. If the data have a column of this name, it stays as it is."""
 BANDS = {"learnable": (0.0, 1.0), "hard": (0.0, 0.3)}
 PASS_RATES, GUESSES = "pass_rates.jsonl", "guesses.jsonl"
 NO_THINKING = {"enable_thinking": False}

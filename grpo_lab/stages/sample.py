@@ -39,12 +39,12 @@ from grpo_lab.visible import encodable
 
 Problem = Mapping[str, Any]
 SAMPLES, SAMPLING = "samples.jsonl", "sampling.jsonl"
-"""All samples; those made so far (gone when the former is there)."""
+"""File of all samples, and file of the samples made so far, which is removed once the first is there."""
 SAMPLED: dict[str, Any] = {"row": int, **dict.fromkeys(("completions", "scores", "lengths"), list)}
-"""What a line of samples has; in the stage's own file the `problem` as well."""
+"""Fields of a line of samples. The stage's own file has the `problem` as well."""
 OF_A_LINE = {**SAMPLED, "problem": dict}
 TEXT = str | list
-"""A prompt or a completion: text, or messages."""
+"""Type of a prompt or a completion: a text, or a list of messages."""
 
 
 @settings(rest="sampling")

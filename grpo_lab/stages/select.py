@@ -19,7 +19,7 @@ from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
 
 GOLD, ROWS = "worked_solution", "rows.jsonl"
-"""Column of the reference solutions that `keep.gold` learns from; file of what is trained on."""
+"""Column of the reference solutions that `keep.gold` learns from, and file of the rows that are trained on."""
 SIDES = ("chosen", "rejected")
 Distinct = Literal["equations", "words", "text"]
 

@@ -37,7 +37,7 @@ from grpo_lab.trainer.supervised.methods import (
 )
 
 MODEL, STOPPED = "model", "stopped"
-"""Folders of the model that a training leaves, and of the checkpoint of one that was asked to stop."""
+"""Folder of the trained model, and folder of the checkpoint of a training that stopped on request."""
 Training = Annotated[Mapping[str, Any], NULL_IS_DEFAULT]
 
 

@@ -32,7 +32,7 @@ from grpo_lab.stages.select import ROWS
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 Trace = dict[str, Any]
-"""``text``, ``score``, ``length`` in tokens, and the ``row`` and ``problem`` that it is of."""
+"""A judged sample: ``text``, ``score``, ``length`` in tokens, and its ``row`` and ``problem``."""
 
 
 @settings(bare="target")

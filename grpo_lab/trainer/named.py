@@ -37,7 +37,7 @@ class KimiTrainer(LabTrainer):
 
     objective = "mirror_descent"
     reset_optimizer = True
-    #: weight of the length reward, and the number of optimizer steps before it is switched on
+    #: Weight of the length reward. The next attribute is the number of optimizer steps before it is switched on.
     length_weight: ClassVar[float | Mapping[str, Any] | Schedule] = 0.5
     length_warmup_steps: ClassVar[int] = 100
 
@@ -67,7 +67,7 @@ class R1ZeroTrainer(LabTrainer):
     """
 
     objective = "grpo"
-    #: target of the language-consistency reward; ``None``: not used, as in R1-Zero
+    #: Target of the language-consistency reward. ``None``: it is not used, as in R1-Zero.
     language: ClassVar[str | None] = None
 
     @classmethod

@@ -81,7 +81,7 @@ class Phase:
         return [number % self.steps_per_generation for number in range(following, following + -following % self.every)]
 
 
-#: kinds of values that are checked once per generation batch; loss and gradient are checked in each step
+#: Kinds of values that are checked once per generation batch. Loss and gradient are checked in each step.
 OF_BATCH = ("reward", "log_prob", "advantage")
 
 
@@ -167,7 +167,7 @@ class Recorder:
         trls: returns the metrics and the completions table that TRL writes by itself.
     """
 
-    #: values that were not finite, if a guard is in force (``guard``); None: such a value is an error at once
+    #: Values that were not finite, if a guard is in force (``guard``). With None such a value is an error at once.
     faults: Faults | None = None
 
     def __init__(

@@ -37,19 +37,19 @@ from grpo_lab.finite import NumbersError, in_words, is_bad, not_finite_scores
 
 logger = logging.getLogger("grpo_lab")
 
-#: what gloo, NCCL and torch's stores say when a limit has passed
+#: What gloo, NCCL and torch's stores say when a limit has passed.
 LATE = ("Timed out waiting", "Application timeout caused pair closure", "collective operation timeout")
-#: and when the other end is no more
+#: What they say when the other end is gone.
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-#: each such message holds one of these words; other errors say "Broken pipe", too
+#: Each such message contains one of these words. Errors of other libraries also say "Broken pipe".
 OF_TORCH = ("gloo", "NCCL", "ProcessGroup", "TCPStore", "c10d")
-#: files of libraries that only pass calls on: the innermost line outside of them is where a process is
+#: Files of libraries that only pass calls on. A process is said to be at the innermost line outside of them.
 MACHINERY = re.compile(r"/(torch|accelerate|concurrent/futures|asyncio)/|/(threading|contextlib|selectors)\.py")
-#: seconds to connect, and for an answer: the machine of the store may be what was lost
+#: Seconds to connect, and to wait for an answer. The lost machine may be the one with the store.
 ANSWERS_WITHIN = 5.0
-#: shares of the limit at which a rank that is still at the same place warns
+#: Shares of the limit at which a rank warns if it is still at the same place.
 NOTICES = (0.5, 0.9)
-#: beats without a word after which a rank counts as gone or stopped
+#: Number of beats without a word after which a rank counts as gone or stopped.
 SILENT = 4
 
 TO_START_FROM = "that the training starts from hold"
@@ -153,8 +153,8 @@ def line_of(thread: int) -> tuple[str, bool]:
 
 
 class RankWatch:
-    """Context in the training thread inside which this rank publishes where it is, and warns if it waits too long. With
-    one process it does nothing."""
+    """Context manager around a training. Inside it this rank publishes at which line it is, and warns if it waits too
+    long for others. With one process it does nothing."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer

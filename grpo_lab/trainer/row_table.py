@@ -26,11 +26,11 @@ from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 
 Ints = NDArray[np.int64]
 OURS = "grpo_lab."
-#: fields of ``Carried`` whose names are also needed as text
+#: Names of fields of ``Carried`` that are also needed as text.
 POSITION_OFFSET = f"{OURS}position_offset"
 POLICY_VERSION = f"{OURS}policy_version"
 HOLED = -(2**63)
-"""In the place of a prompt's number."""
+"""Value in place of a prompt's number (a hash of its tokens) if its mask has a hole."""
 
 
 class _Field:
@@ -137,7 +137,8 @@ def has_hole(fields: MutableMapping[str, Any]) -> Tensor:
     return sum(row_lengths(fields)) != tokens
 
 
-#: padding values other than 0; TRL sums the log of the ratio over padding, too (``loss_type="vespo"``)
+#: Field → its padding value, where that is not 0. TRL sums the log of the ratio over padding, too
+#: (``loss_type="vespo"``).
 FILL = {"importance_sampling_ratio": 1}
 
 
@@ -181,7 +182,7 @@ class Bin:
         return self.input_ids, self.labels, self.position_ids, self.attention_mask, on_host
 
 
-#: fields that the host must have to lay out a bin
+#: Fields that the host needs to lay out a bin.
 LAYOUT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
 
 

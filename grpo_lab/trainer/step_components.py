@@ -39,7 +39,7 @@ from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.guard import NumbersGuard
 from grpo_lab.trainer.step.iteration import MovingReference, OptimizerReset, idle_pull
 
-#: entries that are left out of a checkpoint of weights alone (``save_only_model``)
+#: Entries that a checkpoint of weights alone (``save_only_model``) leaves out.
 BESIDE_WEIGHTS = ("reference", "kl", "preference", "without_moments")
 
 

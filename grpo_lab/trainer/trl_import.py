@@ -18,7 +18,7 @@ from grpo_lab.engines.vllm.presence import note_broken
 from grpo_lab.requirements import described
 
 DOOR = "trl.generation.vllm_generation"
-"""The module of TRL's that imports vLLM."""
+"""TRL's module that imports vLLM."""
 ASKED = "use_vllm: true"
 
 _log = logging.getLogger(__name__)

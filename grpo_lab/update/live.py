@@ -74,7 +74,7 @@ class LiveConditions:
                 raise ValueError(f"LiveConditions.{field.name} must be a finite number; got {value!r}.")
 
 
-#: condition → the sentence for the log
+#: Condition → sentence for the log.
 _NEED_STOCK: dict[str, str] = {
     "local_average": "the average `{value}` divides by the tokens of its own micro-batch (as loss_type='bnpo'), so "
     "its value depends on which rows share one; `token_mean` (loss_type='dapo') divides by all of them",

@@ -18,8 +18,8 @@ import numpy as np
 from grpo_lab.update.balance import Ints, assign_bins, loads_of
 from grpo_lab.update.plan import DEFAULT_OVERHEAD_TOKENS, Numbers, Plan, Rows, empty_plan, whole_numbers
 
-#: what a shared bin costs beyond its tokens where attention is called on rectangles: a share of them (attention under a
-#: mask, keys gathered for every completion), and tokens a bin (attention in several calls)
+#: What a shared bin costs beyond its tokens if attention is called on rectangles: a share of the tokens (attention
+#: under a mask, keys gathered for every completion), and tokens per bin (attention in several calls).
 DEARER, DEARER_BIN = 0.15, 96
 
 

@@ -21,7 +21,8 @@ from typing import Any
 _DIGITS = 60
 _EXACT = 40
 _NEARLY = 12
-"""Digits that are computed; in which exact sides agree; in which sides with variables and decimals do."""
+"""Numbers of digits: those that are computed, those in which exact sides must agree, and those for sides with variables
+and decimals."""
 _ZEROS_AT_MOST = 400
 _MOST_SYMBOLS = 3
 _MAGNITUDES = (0, -25)
@@ -61,7 +62,7 @@ def agree(gold: Any, answer: Any) -> bool:
 
 
 def _readings(gold: Any, answer: Any, without_percent: Any) -> list[tuple[Any, Any]]:
-    """Return both sides as they are and, if they have percent signs, also without: beside 9, `9%` is 9."""
+    """Return the pair (gold, answer) and, if one has percent signs, the pair without them too: beside 9, `9%` is 9."""
     bare = (without_percent(gold, gold), without_percent(answer, answer))
     if bare == (gold, answer):
         return [(gold, answer)]

@@ -28,7 +28,8 @@ _THOUSANDS = re.compile(r"[-+]?\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _MAX_DIGITS = 15  # a double holds 15 decimal digits, and so does math-verify's default precision
 _ZEROS = re.compile(r"-?0*\.(0*)[1-9]\d*", re.ASCII)
 _FAR = 5e-6
-"""Apart by more than this share of the larger (or of 1): sure. math-verify rounds to 1e-6."""
+"""Numbers that differ by more than this share of the larger one (or of 1) are surely different. math-verify rounds to
+1e-6."""
 _LONGEST, _MOST_PARTS = 120, 8
 _INT = r"\d{1,9}"
 _PLAIN = r"(?:\d{1,3}(?:,\d{3}){1,3}|\d{1,12})(?:\.\d{1,20})?"

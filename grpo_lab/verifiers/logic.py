@@ -222,4 +222,5 @@ _RULES: dict[str, tuple[int, int, _Follows]] = {
     "~~e": (1, 0, lambda a, x, _: x[0] == ("~", ("~", a))),
     "raa": (0, 1, lambda a, _, s: s[0] == (("~", a), FALSE)),
 }
-"""Rule → how many lines and parts it rests on, and whether the formula follows from them in this order."""
+"""Rule → how many lines and sub-proofs it rests on, and a function that says whether the formula follows from them in
+this order."""

@@ -38,7 +38,8 @@ _NUMBER_WORDS = re.compile(
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 _CACHE_LIMIT = 1 << 16
 MOST_CHARACTERS = 2000
-"""Longer answers are refused unread (`unparseable_answer`), longer golds are unusable."""
+"""Largest number of characters that is read. A longer answer is refused (`unparseable_answer`), a longer gold is
+unusable."""
 _FIGURES = re.compile(r"-?\d{1,13}(?:\.\d{1,13})?", re.ASCII)
 _COMPARED = {same: MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "exact numbers") for same in (True, False)}
 

@@ -36,7 +36,7 @@ class MathVerdict:
 
 
 CORRECT_FROM = 1.0
-"""A score at or above this is correct. Accuracy rewards give 1.0 or 0.0; partial credit is not a solved problem."""
+"""A score of at least this is correct. Accuracy rewards give 1.0 or 0.0; partial credit is not a solved problem."""
 
 
 def as_number(value: Any) -> float | None:

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 _LONGEST = 4000
-"""Digits: Python reads and writes no longer whole number."""
+"""Largest number of digits of a whole number that Python reads and writes."""
 
 
 class WrittenFloat(float):

@@ -47,14 +47,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, LOCAL_NAMES, VARIABLE, plain
 
 MAX_BYTES = 256 * 1024**2
-#: seconds between two parts of a body
+#: Longest time between two parts of a request's body, in seconds.
 BODY_PAUSE = 60.0
-#: seconds for the head of a request
+#: Time within which the head of a request must arrive, in seconds.
 HEAD_WITHIN = 10.0
-#: more than can connect in one turn of the event loop (uvicorn's backlog): a burst drops none of its own connections
+#: Largest number of connections without a head. It is more than can connect in one turn of the event loop (uvicorn's
+#: backlog), so a burst of connections drops none of its own.
 MOST_WAITING = 4096
 
-#: what a trainer, TRL's client and the person who runs the server use; everything else is closed
+#: Routes that a trainer, TRL's client and the person who runs the server use. All others are closed.
 ROUTES: dict[str, str] = {
     **dict.fromkeys(("/health", "/metrics", "/server_info", "/get_world_size", "/is_sleeping", "/is_paused"), "GET"),
     "/v1/models": "GET",
@@ -66,14 +67,14 @@ ROUTES: dict[str, str] = {
 }
 
 Text = Annotated[str, Field(max_length=4096)]
-#: name of a floating-point dtype; integers would round the weights
+#: Name of a floating-point dtype. Integers are not allowed, since they would round the weights.
 FloatingPoint = Annotated[str, Field(pattern=r"^b?float[0-9a-z_]{1,20}$")]
 Whole = Annotated[int, Field(ge=0, lt=2**32)]
-#: a folder that a trainer makes; `trusted_folder` checks it again in the worker
+#: A folder that a trainer made. `trusted_folder` checks it again in the worker.
 Folder = Annotated[str, Field(pattern=r"^/dev/shm/grpo-lab-weights-[A-Za-z0-9_]{1,64}$")]
 
 
-#: a version of an adapter in such a folder, and its name: what `weights.adapter.AdapterFiles` makes
+#: Folder of one version of an adapter below such a folder, as `weights.adapter.AdapterFiles` names it.
 VersionFolder = Annotated[str, Field(pattern=r"^/dev/shm/grpo-lab-weights-[A-Za-z0-9_]{1,64}/v[0-9]{1,9}$")]
 VersionName = Annotated[str, Field(pattern=r"^grpo-lab-[0-9a-f]{32}-v[0-9]{1,9}$")]
 
@@ -99,7 +100,7 @@ class NoteVersion(Version):
 class LoadWeightsBody(FolderBody, Version): ...
 
 
-#: method of `worker.WeightLoading` -> its arguments
+#: Method of `worker.WeightLoading` -> class of its arguments.
 METHODS: dict[str, type[EmptyBody]] = {
     "grpo_lab_load_weights": LoadWeightsBody,
     "grpo_lab_sees": FolderBody,
@@ -326,7 +327,7 @@ def most_waiting() -> int:
 class Reader(H11Protocol):
     """A connection that is closed if the head of its request does not arrive in time."""
 
-    #: connections whose head is not here yet, oldest first -> when they are closed
+    #: Connections whose head has not arrived, oldest first -> timer that closes each.
     waiting: ClassVar[dict[Reader, TimerHandle]] = {}
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]

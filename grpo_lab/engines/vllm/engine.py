@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 GIB = 1024**3
 CPU_PAGE_TOKENS = 32
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
-#: values of `max_lora_rank` that vLLM has kernels for: an adapter is served under the next larger one
+#: Values of `max_lora_rank` that vLLM has kernels for. An adapter is served under the next larger one.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-#: versions of an adapter that an engine holds: the one that is sampled from, and the one before
+#: Number of versions of an adapter that an engine holds: the one that is sampled from, and the one before.
 LORA_VERSIONS = 2
 
 # Written by vLLM while an engine starts, read by accelerate and by child processes afterwards.

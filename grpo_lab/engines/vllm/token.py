@@ -31,11 +31,11 @@ from typing import Any
 from urllib.parse import urlparse
 
 VARIABLE = "GRPO_LAB_SERVER_TOKEN"
-#: what else a server's guard reads from its environment
+#: Names of the other environment variables that a server's guard reads.
 HOSTS_VARIABLE, LIMIT_VARIABLE = "GRPO_LAB_SERVER_HOSTS", "GRPO_LAB_SERVER_MAX_BYTES"
-#: names of this machine for itself; 0.0.0.0: how TRL calls it where no address is set
+#: Names of this machine for itself. TRL uses 0.0.0.0 where no address is set.
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
-#: characters that a server asks of a token that it did not make; its own have 43 (256 random bits)
+#: Least number of characters of a token that the server did not make. Its own have 43 (256 random bits).
 SHORTEST = 20
 
 

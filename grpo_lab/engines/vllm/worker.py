@@ -31,7 +31,7 @@ SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "grpo-lab-weights-"
 SHARD_BYTES = 2 * 1024**3
 
-#: (path, body) -> parsed JSON: the caller's HTTP client, with its time limits and retries
+#: Function (path, body) -> parsed JSON. It is the caller's HTTP client, with its time limits and retries.
 Post = Callable[[str, Mapping[str, Any]], Any]
 
 
@@ -256,7 +256,7 @@ class WeightLoading:
         return {"differing": [dataclasses.asdict(entry) for entry in itertools.islice(found, 20)]}
 
 
-#: a text that tokenizers with the same vocabulary can still encode differently
+#: A text that tokenizers can encode differently although they have the same vocabulary.
 PROBE_TEXT = "  Tom has 1234 apples;\n\tthey cost $5.07 – “naïve” 苹果 \\frac{1}{2} isn't\n\n"
 
 

@@ -32,7 +32,8 @@ from grpo_lab.engines.vllm.worker import FOLDER_PREFIX, SHARED_MEMORY
 from grpo_lab.engines.weights.sync import NamedTensors, WeightSyncError
 from grpo_lab.io import saving
 
-#: fields of `peft.LoraConfig` that an engine reads, or that only the trainer needs; any other must be at its default
+#: Fields of `peft.LoraConfig` that an engine reads, or that only the trainer needs. All others must have their
+#: defaults.
 _SERVED = {
     *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *(
@@ -46,7 +47,8 @@ _SERVED = {
     ),
     *("base_model_name_or_path", "revision", "auto_mapping"),
 }
-#: values of `init_lora_weights` that leave the base as it is on disk (PiSSA, OLoRA, … move a part into the adapter)
+#: Values of `init_lora_weights` that leave the base model as it is on disk. PiSSA, OLoRA and others move a part of it
+#: into the adapter.
 _BASE_UNMOVED = (True, False, "gaussian", "orthogonal", "eva")
 MERGED = "or send merged weights (`rollout.sync: merged`)"
 

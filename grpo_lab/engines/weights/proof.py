@@ -41,7 +41,8 @@ from grpo_lab.engines.weights.sync import (
 )
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-#: of float32 on a GPU, where vLLM's attention multiplies in TF32, Triton's default: 1.5e-4 on an H200
+#: Tolerance for float32 on a GPU. vLLM's attention multiplies in TF32 there, Triton's default; 1.5e-4 was seen on an
+#: H200.
 TOLERANCE_TF32 = 1e-3
 PROBE_TOKENS = 16
 

@@ -28,11 +28,12 @@ import torch
 from torch import nn
 from torch.nn.functional import one_hot
 
-#: vLLM's naming of the trainer's matrices that it fuses (Qwen2, Qwen3, Llama, Mistral, Gemma)
+#: vLLM's name of a fused matrix → the trainer's matrices in it (Qwen2, Qwen3, Llama, Mistral, Gemma).
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 _PROBE_ROWS = 512
 
-#: (name, full tensor), LoRA merged, names as in the checkpoint: TRL's `VLLMGeneration._iter_named_params()`
+#: Pairs (name, full tensor) with LoRA merged and names as in the checkpoint, from TRL's
+#: `VLLMGeneration._iter_named_params()`.
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -87,7 +88,7 @@ def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class WeightSyncError(RuntimeError):
-    """The engine does not hold the trainer's weights."""
+    """Raised if the engine does not hold the trainer's weights."""
 
 
 def fit(named_params: NamedTensors, engine: torch.dtype | None = None) -> NamedTensors:

@@ -34,7 +34,7 @@ from grpo_lab.verifiers.written import number_text
 
 _SHORT, _LONGEST_CHOICE = 60, 200
 T = TypeVar("T")
-#: seconds for one comparison, and for all of a batch
+#: Seconds for one comparison, and for all comparisons of a batch.
 TIMEOUT_S = 5.0
 BATCH_S = 60.0
 _NO_GOLD = MathVerdict(Verdict.UNPARSEABLE_GOLD, "no answer found in the solution column")

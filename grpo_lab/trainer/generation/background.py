@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_lab.engines.vllm.talk import in_thread
 
-#: seconds of one wait of the main thread; between two of them it handles signals
+#: Seconds of one wait of the main thread. It handles signals between two waits.
 LOOK = 5.0
 
 

@@ -26,7 +26,7 @@ from grpo_lab.trainer.exactness.model_conditions import dropout_rate, shared_dro
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
-#: compiled generation of each model in training, with its graphs and its one cache of keys and values
+#: Model in training → its compiled generation, with its graphs and its cache of keys and values.
 _COMPILED: MutableMapping[Any, CompiledGenerate] = WeakKeyDictionary()
 
 
@@ -193,7 +193,7 @@ class ThinkingRollout:
     context. The inserted tokens have NaN as sampler log-prob, so that any use of it would show.
     """
 
-    #: completions come from the engine that TRL drives, so its limits hold for them
+    #: Whether completions come from the engine that TRL drives. Then its limits hold for them.
     drives_trls_engine = True
 
     def __init__(self, budget: ThinkingBudget) -> None:

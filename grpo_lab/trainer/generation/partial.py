@@ -58,7 +58,7 @@ from grpo_lab.trainer.trl_bridge import has_micro_batches, prompt_tokens, replac
 
 Rows = list[dict[str, Any]]
 Groups = tuple[WaitingGroup, ...]
-#: the last of so many turns in a row, within a generation batch, takes rows without finite log-probs as they are
+#: From this many turns in a row without finite log-probs on, within a generation batch, rows are taken as they are.
 TURNS = 3
 
 

@@ -20,7 +20,7 @@ from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_li
 
 BATCH = 256
 NAMED = 5
-#: requests to a server at the same time
+#: Number of requests that are sent to a server at the same time.
 AT_ONCE = 32
 
 

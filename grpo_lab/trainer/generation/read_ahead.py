@@ -1,5 +1,6 @@
-"""Read rows of the data loader before their turn, for what is asked of the engine early (``rollout.overlap``,
-``rollout.cut_after``). A checkpoint counts only what was trained on, so a resumed run reads the rest again."""
+"""Read prompts from the data loader before the training loop gets to them, so that their completions can be generated
+early (``rollout.overlap``, ``rollout.cut_after``). A checkpoint counts only rows that were trained on, so a resumed run
+reads the others again."""
 
 from __future__ import annotations
 

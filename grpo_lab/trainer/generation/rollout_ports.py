@@ -42,9 +42,10 @@ class EnginePort(Protocol):
     server_port: int
     server_timeout: float
     group_port: int
-    #: the client of the server; replaced when a lost server is back
+    #: Client of the server. It is replaced when a lost server is back.
     vllm_client: Any
-    #: in tokens: the limit for prompt and completion together, and the size of a page of the cache
+    #: Largest number of tokens of prompt and completion together. ``page`` is the size of a page of the cache in
+    #: tokens.
     context: int
     page: int
     adapters: AdapterFiles | None

@@ -44,13 +44,13 @@ from grpo_lab.trainer.trl_bridge import replaced
 Proven = TypeVar("Proven")
 logger = logging.getLogger("grpo_lab")
 
-#: faults that leave the trainer as it was after its last step, so that a checkpoint of it is worth keeping
+#: Faults that leave the trainer as it was after its last step, so that a checkpoint of it is worth saving.
 KEPT = (ServerGone, PromptTooLong, RequestRefused)
-#: times that one generation may lose its server; a batch that crashes the server is not tried for ever
+#: Number of times that one generation may lose its server. A batch that crashes the server is not sent for ever.
 LOSSES = 3
-#: seconds before the next attempt at a server that answered and was then lost again
+#: Seconds before the next attempt at a server that answered and was lost again.
 LOOK_AGAIN = 1.0
-#: an answer of the server without completions
+#: Answer of a server without completions.
 NOTHING: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 
 

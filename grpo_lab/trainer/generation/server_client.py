@@ -36,7 +36,7 @@ from grpo_lab.trainer.settings.parse import ServerSettings
 
 logger = logging.getLogger("grpo_lab")
 
-#: paths of requests that generate, and so may take long
+#: Paths of requests that generate, and so may take long.
 GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")
 
 
@@ -113,7 +113,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.settings = settings
         super().__init__(**arguments)
         self.info = self.get_server_info()
-        #: POST JSON to a path of the server → its answer, or ``ServerGone``
+        #: Sends JSON to a path of the server and returns its answer. Raises ``ServerGone``.
         self.post = functools.partial(talk.post_json, self.session, self.base_url)
         self.courier = WeightCourier(self.post)
         self.adapters: list[str] = []  # names that the server holds; it samples with the last

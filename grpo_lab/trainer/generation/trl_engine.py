@@ -43,12 +43,12 @@ from grpo_lab.trainer.trl_bridge import replaced, without_critic
 
 FIRST_PROOFS = 2
 PROBE_PROMPTS = 4
-#: a run warns if it makes more steps than this without a proof
+#: A run warns if it makes more steps than this without a proof.
 MANY_STEPS = 100
 LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
-#: a batch's log-prob difference asks for a proof above this many tolerances; it is a mean over a whole batch
+#: A batch asks for a proof if its log-prob difference, a mean over the batch, is above this many tolerances.
 GAP_FACTOR = 3.0
-#: proofs that such a difference may ask for in a run
+#: Number of proofs that such differences may ask for in a run.
 DOUBTS = 3
 
 
@@ -56,9 +56,9 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
     """Return ``VLLMGeneration`` with our options and, if needed, our sync. ``args`` is the run's configuration."""
 
     class LabVLLMGeneration(trl_vllm.VLLMGeneration):  # type: ignore[misc]
-        #: the trainer's, once it is built (``hook_in``)
+        #: The trainer's hooks, once it is built (``hook_in``).
         hooks = EngineHooks()
-        #: versions of the LoRA adapter, where it is sent by itself
+        #: Versions of the LoRA adapter, if it is sent by itself.
         adapters: AdapterFiles | None = None
 
         def _init_vllm(self) -> None:

@@ -32,12 +32,12 @@ from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
-#: mean → (name of the extreme over rows that TRL logs beside it, how it combines)
+#: Mean → name of the extreme over rows that TRL logs beside it, and how extremes are combined.
 EXTREMES: dict[str, tuple[str, str]] = {
     "clip_ratio/low_mean": ("clip_ratio/low_min", "min"),
     "clip_ratio/high_mean": ("clip_ratio/high_max", "max"),
 }
-#: an extreme before any value is seen
+#: Value of an extreme before any row is seen.
 WORST = {"min": math.inf, "max": -math.inf}
 QUARTILES = 4
 

@@ -24,7 +24,7 @@ from grpo_lab.trainer.ranks import counted, named_place
 from grpo_lab.trainer.trl_bridge import replaced
 
 FILE = "profile.md"
-#: innermost mark → row of the table; code without a mark of its own counts for the one around it
+#: Innermost mark → row of the table. Code without a mark of its own counts for the mark around it.
 PARTS = {
     "generation": "generation", "rewards": "rewards", "log-probs": "log-probs at generation",
     "update": "update: forward and backward", "optimizer": "optimizer",
@@ -32,7 +32,7 @@ PARTS = {
     "checkpoint": "checkpoints", "evaluation": "evaluation",
 }  # fmt: skip
 
-#: rows of the host's table, in its order
+#: Rows of the table of the host's times, in order.
 PLANNING = "planning"
 EXCHANGE = "rows, to their ranks and to the host"
 LAYOUT = "masks and packing of bins"
@@ -47,7 +47,8 @@ _host: dict[str, float] | None = None
 
 @contextmanager
 def host(name: str) -> Iterator[None]:
-    """Return a context whose host time counts for ``name`` alone; it has no effect without a profile."""
+    """Return a context manager that counts the host's time inside it for ``name`` and for no mark around it. Without a
+    profile it does nothing."""
     if _host is None:
         yield
         return

@@ -17,9 +17,9 @@ from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 
 logger = logging.getLogger("grpo_lab")
 
-#: Seconds between two updates of the progress bar if stderr is no terminal: a log file keeps each of them.
+#: Seconds between two updates of the progress bar if stderr is no terminal, since a log file keeps each of them.
 SECONDS_IN_A_FILE = 30.0
-#: (metric, its name on the line, its format); the first two that were logged are shown.
+#: (metric, its name on the line, its format). The first two that were logged are shown.
 SHOWN = (("reward", "reward", "{:.3g}"), ("completions/mean_length", "length", "{:.0f}"), ("loss", "loss", "{:.3g}"))
 
 

@@ -27,7 +27,7 @@ from grpo_lab.reading import read_record
 logger = logging.getLogger("grpo_lab")
 
 FILE = "trackers.json"
-"""In the folder of a training: the identity of its run."""
+"""File in the folder of a training with the identity of its run."""
 
 
 @contextmanager
@@ -170,4 +170,4 @@ def _tensorboard(tracker: Attended, args: Any, state: Any) -> None:
 
 
 OPENED: dict[str, Callable[[Attended, Any, Any], None]] = {"wandb": _wandb, "tensorboard": _tensorboard}
-"""Trackers whose run is opened here, before their callback does."""
+"""Trackers whose run is opened here, before their callback opens one."""

@@ -38,7 +38,7 @@ from grpo_lab.trainer.resume.whole import SAVING, all_in, keep, newest_whole, st
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
 from grpo_lab.trainer.trl_bridge.names import replaced
 
-#: runs a function on every rank; an error on one is raised on all
+#: Function that runs a function on every rank and raises an error of one rank on all.
 Together = Callable[[Callable[[], None]], None]
 
 

@@ -27,7 +27,8 @@ from grpo_lab.reading import read_record
 STATE = "grpo_lab_state.json"
 VERSION = 1
 REFERENCE = "grpo_lab_reference"
-#: bytes after which the reference goes on in a new file; the writing rank holds as many beside the model
+#: Bytes after which the reference is continued in a new file. The rank that writes needs this much memory beside the
+#: model.
 PIECE = 2 << 30
 
 T = TypeVar("T")
@@ -68,7 +69,7 @@ class Stateful(Protocol):
     """A part of a training whose state is saved and restored."""
 
     holds: str
-    """What its entry holds, for docs/resume.md."""
+    """What the part's entry holds, in words for docs/resume.md."""
 
     def save(self, folder: Path, /) -> Any | None:
         """Write files of its own into a checkpoint, and return the record's entry, or None if there is nothing to save.

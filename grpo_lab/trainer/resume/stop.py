@@ -52,7 +52,7 @@ logger = logging.getLogger("grpo_lab")
 STOP_FILE = "stop file"
 MAX_HOURS = "max_hours"
 CTRL_C = "SIGINT"
-#: if two ask at once, the later one in this list is named
+#: Reasons to stop. If two are there at once, the later one in this list is named.
 REASONS = ("", STOP_FILE, MAX_HOURS, CTRL_C, "SIGUSR1", "SIGTERM")
 
 

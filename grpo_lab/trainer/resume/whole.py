@@ -94,7 +94,7 @@ def what_is_broken(checkpoint: Path) -> str | None:
 
 
 def lacking(checkpoint: Path) -> list[str]:
-    """Return what a resume needs but is missing; it then starts anew, as after ``save_only_model``."""
+    """Return which states, such as the optimizer's, are not in a checkpoint. A resume then begins them anew."""
     return [name for name, forms in BESIDE_WEIGHTS.items() if not any(any(checkpoint.glob(form)) for form in forms)]
 
 

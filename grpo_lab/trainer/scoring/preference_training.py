@@ -22,9 +22,9 @@ from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.state import STATE, SavedState
 
 FOLDER, COMPARISONS = "grpo_lab_preference", "comparisons.jsonl"
-"""Beside a policy: the model as transformers saves it, and the comparisons."""
+"""Folder of the preference model in a checkpoint, as transformers saves it, and file of its comparisons."""
 PER_GROUP = 2
-"""Fresh comparisons of a group, at most."""
+"""Largest number of fresh comparisons of a group."""
 
 
 class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]

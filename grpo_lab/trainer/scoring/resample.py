@@ -31,10 +31,10 @@ from grpo_lab.trainer.scoring.advantages import checked_advantages
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, with_local_rows
 from grpo_lab.trainer.step.log_probs import keep_copy
 
-#: Relative to a group's reward: an advantage this small may come from rounding of equal rewards. Their mean in float32
-#: is off by up to 6e-8 of them, and a rule may divide that by a standard deviation of 0 plus 1e-4.
+#: An advantage that is at most this share of its group's reward may come from rounding of equal rewards. Their mean in
+#: float32 is off by up to 6e-8 of them, and a rule may divide that by a standard deviation of 0 plus 1e-4.
 ROUNDING = 1e-3
-#: the same in float64 where the rewards are 0 and only the batch's mean is not: (N · 1e-16) / 1e-4
+#: The same bound in float64 for a group of rewards 0 in a batch whose mean is not 0: (N · 1e-16) / 1e-4.
 ROUNDING_OF_NOTHING = 1e-9
 
 

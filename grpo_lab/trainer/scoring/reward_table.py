@@ -33,7 +33,7 @@ from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.verdict import checked_scores
 
-#: scores are kept in float32, in which a larger one is infinite
+#: Largest finite score. Scores are kept in float32, in which a larger one is infinite.
 LARGEST = torch.finfo(torch.float32).max
 
 

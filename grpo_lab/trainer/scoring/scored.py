@@ -36,7 +36,7 @@ class Scoring:
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
-        #: the rewards of the generation batch
+        #: The rewards of the generation batch.
         self.seen: Rewarded | None = None
         self._made: list[int] | None = None
         self._keys: list[int] = []

@@ -49,14 +49,14 @@ FIXED: dict[str, dict[str, Any]] = {
     "simpo": {"loss_type": "simpo", "cpo_alpha": 0.0, "remove_unused_columns": False},
     "reward": {"max_length": None},  # TRL leaves out longer pairs, and says nothing
 }
-"""Of the configuration, where it is not set."""
+"""Method → settings of its configuration that are set here if the recipe does not set them."""
 OF_LOADING = ("model_init_kwargs", "trust_remote_code")
 UNREAD = {
     "output_dir": "the model is saved in the folder of its stage, or of its run",
     "resume_from_checkpoint": "the same command goes on by itself",
     **dict.fromkeys(OF_LOADING, "TRL is given a model that is loaded, as it was saved"),
 }
-"""Of the configuration, what a training does not read → why."""
+"""Setting of a configuration that the training does not read → why."""
 WEIGHT = "rewards/weight"
 
 

@@ -27,7 +27,7 @@ from grpo_lab.trainer.trl_bridge import plain_cpu
 
 logger = logging.getLogger("grpo_lab")
 
-#: Where TRL keeps metrics in memory up to the next log: DPO and SFT in the first, CPO in the second.
+#: Attributes in which TRL keeps metrics until the next log: the first of DPO and SFT, the second of CPO.
 PENDING = ("_metrics", "_stored_metrics")
 
 

@@ -24,14 +24,16 @@ from transformers.integrations.flex_attention import flex_attention_forward
 
 from grpo_lab.trainer.trl_bridge.packed_layout import Ints, Spans, sent
 
-#: tokens of a block, FlexAttention's own
+#: Tokens of a block, as in FlexAttention.
 BLOCK = 128
-#: lengths an octave: up to twice as many blocks every number of blocks is a length, above that every 2nd, 4th, …
+#: Number of lengths in an octave. Up to twice as many blocks every number of blocks is a length; above that every 2nd,
+#: 4th, … is one.
 RUNGS = 16
-#: a call of attention that takes the host so many seconds has compiled; without compiling it takes a thousandth of one
+#: Seconds of a call of attention on the host from which on it must have compiled. Without compiling it takes a
+#: thousandth of one.
 COMPILES = 1.0
-#: after so many seconds of compilation, or compilations, rows are read in tiles. torch itself compiles no more after 8
-#: of one function, and then computes all pairs without a kernel
+#: Rows are read in tiles after this many seconds of compilation, or this many compilations. After 8 of one function
+#: torch compiles no more, and then computes all pairs without a kernel.
 SECONDS = 120.0
 COMPILATIONS = 6
 
@@ -63,7 +65,7 @@ class CompileClock:
         return f"{self.compilations} compilations, {self.seconds:.0f} s (allowed: {COMPILATIONS}, {SECONDS:.0f} s)"
 
 
-#: compiled code and torch's own limit belong to the process, and so does this
+#: The process's clock: compiled code and torch's own limit belong to the process, too.
 CLOCK = CompileClock()
 
 

@@ -19,7 +19,7 @@ from grpo_lab.trainer.trl_bridge.names import MULTIMODAL_FIELDS, is_multimodal, 
 from grpo_lab.trainer.trl_bridge.packed_layout import sent
 from grpo_lab.trainer.trl_bridge.values import inside
 
-#: tokens that TRL's head takes at once on a CPU
+#: Number of tokens that TRL's head takes at once on a CPU.
 CPU_TILE = 512
 
 

@@ -134,7 +134,7 @@ def plain_cpu(args: Any) -> contextlib.AbstractContextManager[Any]:
     return replaced(args, "_setup_devices", torch.device("cpu"))
 
 
-#: what TRL calls the copy of an adapter that the policy came with, and the adapter itself
+#: TRL's names of the copy of an adapter that the policy came with, and of the adapter itself.
 REFERENCE_ADAPTER, POLICY_ADAPTER = "ref", "default"
 
 
@@ -187,7 +187,7 @@ def whole_by_names(accelerator: Any) -> str | None:
     return None
 
 
-#: TRL's own metrics of the sampler correction; a team's may have the same prefix.
+#: TRL's own metrics of the sampler correction. A team's may have the same prefix.
 SAMPLING_METRICS: tuple[str, ...] = (
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",

@@ -1,5 +1,5 @@
-"""Names of TRL, and of transformers' Trainer below it, that this package overrides, calls and reads; the releases that
-it was tested with; whether a method is a team's."""
+"""Names of TRL, and of transformers' Trainer below it, that this package overrides, calls and reads. Also here: the
+releases that it was tested with, and functions that tell whether a method was written by a team (a user)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-#: minor releases, oldest first (docs/compatibility.md says what was run on each)
+#: Minor releases, oldest first. docs/compatibility.md says what was run on each.
 SUPPORTED_TRL: tuple[str, ...] = ("1.15", "1.16")
 
 
@@ -26,7 +26,7 @@ def refuse_untested(found: str) -> None:
         )
 
 
-#: inputs of a multimodal forward, handed through to TRL untouched
+#: Inputs of a multimodal forward that are passed through to TRL as they are.
 MULTIMODAL_FIELDS: tuple[str, ...] = (
     "pixel_values",
     "image_grid_thw",
@@ -39,7 +39,7 @@ MULTIMODAL_FIELDS: tuple[str, ...] = (
     "mm_token_type_ids",
     "image_position_ids",
 )
-#: methods of ``trl.GRPOTrainer`` that we override or call → their parameters as of 1.16
+#: Method of ``trl.GRPOTrainer`` that we override or call → its parameters as of 1.16.
 METHODS: dict[str, tuple[str, ...]] = {
     "_generate_and_score_completions": ("self", "inputs"),
     "_generate": ("self", "prompts"),
@@ -104,7 +104,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "log": ("self", "logs", "start_time"),
     "create_model_card": ("self", "model_name", "dataset_name", "tags"),
 }
-#: what a constructed ``trl.GRPOTrainer`` has
+#: Attributes that a constructed ``trl.GRPOTrainer`` has.
 ATTRIBUTES: tuple[str, ...] = (
     "_metrics",
     "_name",
@@ -141,7 +141,8 @@ ATTRIBUTES: tuple[str, ...] = (
     "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
 )
-#: attributes that transformers' loop (the first three), TRL with vLLM, and TRL's SFT set while a training runs
+#: Attributes that are set while a training runs: by transformers' loop (the first three), by TRL with vLLM, and by
+#: TRL's SFT.
 WHILE_TRAINING: tuple[str, ...] = (
     "_tr_loss",
     "_globalstep_last_logged",
@@ -149,7 +150,7 @@ WHILE_TRAINING: tuple[str, ...] = (
     "_last_loaded_step",
     "_total_train_tokens",
 )
-#: tensors ``[B, T]`` of TRL's micro-batch that are aligned with the completion
+#: Tensors ``[B, T]`` of TRL's micro-batch that are aligned with the completion.
 COMPLETION_FIELDS: tuple[str, ...] = (
     "completion_ids",
     "completion_mask",
@@ -158,7 +159,7 @@ COMPLETION_FIELDS: tuple[str, ...] = (
     "ref_per_token_logps",
     "sampling_per_token_logps",
 )
-#: packages whose classes and functions are not a team's; some hold the wrappers that decorators make
+#: Packages whose classes and functions are not a team's. Some hold the wrappers that decorators make.
 LIBRARIES = ("grpo_lab", "trl", "transformers", "builtins", "contextlib", "functools", "torch")
 
 

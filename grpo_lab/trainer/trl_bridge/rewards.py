@@ -12,7 +12,7 @@ from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from grpo_lab.rewards.for_task import ForTask
 
-#: recipe name → the function of ``trl.rewards`` that builds the reward from its arguments
+#: Name in a recipe → function of ``trl.rewards`` that builds the reward from its arguments.
 SHAPING = {
     "soft_overlong": "get_soft_overlong_punishment",  # DAPO, arXiv 2503.14476, eq. 13
     "repetition": "get_repetition_penalty_reward",

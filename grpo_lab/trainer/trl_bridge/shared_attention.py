@@ -33,14 +33,14 @@ from grpo_lab.trainer.trl_bridge.packed_layout import Ints, PackedGroup, Spans, 
 from grpo_lab.trainer.trl_bridge.varlen import Varlen, is_flash, reads_packed_rows
 from grpo_lab.update import cheapest_cuts
 
-#: how an attention reads a packed row
+#: How an attention reads a packed row.
 Form = Literal["tiles", "flex", "varlen"]
-#: transformers' name of FlexAttention
+#: transformers' name of FlexAttention.
 FLEX = "flex_attention"
-#: transformers' names for the attention of ours that reads a packed row, and is ``sdpa`` without one
+#: transformers' names of our attention, which reads a packed row; for any other row it is ``sdpa``.
 SHARED_PROMPT = "shared_prompt"
 SHARED_FLEX = "shared_prompt_flex"
-#: cost of one more call of attention, in keys of padding
+#: Cost of one more call of attention, in keys of padding.
 CALL = 512
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import FusedCausalLMOutput
 
-#: the sub-module's name, in every parameter's and state's
+#: Name of the sub-module in the names of parameters and states.
 CRITIC = "grpo_lab_critic"
-#: arguments of the forward that are no inputs of a trunk
+#: Arguments of the forward that the trunk does not take.
 _OF_THE_HEAD = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch", "output_router_logits")
 
 
