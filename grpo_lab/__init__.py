@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(("LabConfig", "LabTrainer", "DrGRPOTrainer"), "grpo_lab.trainer"),
     **dict.fromkeys(("PPOTrainer", "KimiTrainer", "R1ZeroTrainer"), "grpo_lab.trainer"),
-    **dict.fromkeys(("register_aggregation", "register_objective"), "grpo_lab.objectives"),
+    **dict.fromkeys(("register_aggregation", "register_correction", "register_objective"), "grpo_lab.objectives"),
     "register_advantage": "grpo_lab.advantages",
 }
 
@@ -28,12 +28,13 @@ __all__ = [
     "__version__",
     "register_advantage",
     "register_aggregation",
+    "register_correction",
     "register_objective",
 ]
 
 if TYPE_CHECKING:
     from grpo_lab.advantages import register_advantage
-    from grpo_lab.objectives import register_aggregation, register_objective
+    from grpo_lab.objectives import register_aggregation, register_correction, register_objective
     from grpo_lab.trainer import DrGRPOTrainer, KimiTrainer, LabConfig, LabTrainer, PPOTrainer, R1ZeroTrainer
 
 

@@ -2,7 +2,7 @@
 
 A policy π, its reference and the older policy μ that wrote the completions are tables over 4 tokens (one of which ends
 a completion) and up to 3 positions. Everything is an expectation over all 40 completions; the estimates and the
-gradients come from the objects that train (``KLTerm``, ``Objective``, ``reward_to_go``, ``sampler_correction``).
+gradients come from the objects that train (``KLTerm``, ``Objective``, ``reward_to_go``, corrections).
 
     loss               +β·k per token, differentiated; the weight is the ratio of `ratio_weighted`, not detached
     reward, sum        the reward of a completion is −Σ_t k_t, no gradient through it (REINFORCE, no baseline)
@@ -32,7 +32,8 @@ from grpo_lab.diagnostics.token_weights import token_weights
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record
 from grpo_lab.labs.tables import draw, markdown
-from grpo_lab.objectives import KLTerm, Objective, Reinforce, Unclipped, log_ratio, sampler_correction, token_mean
+from grpo_lab.objectives import KLTerm, Objective, Reinforce, Unclipped, log_ratio, sampler_log_ratio, token_mean
+from grpo_lab.objectives.corrections import SequenceTruncate, TokenTruncate
 
 ESTIMATORS = ("k1", "k2", "k3")
 PLACES = ("loss", "reward, sum", "reward, per token")
@@ -146,11 +147,11 @@ def _values(estimator: str, sampling: Sampling, logps: Tensor, wrote: Tensor, re
 
 def _weights(sampling: Sampling, logps: Tensor, wrote: Tensor, mask: Tensor) -> Tensor | None:
     """Return π/μ, ``[C, T]`` by token or ``[C, 1]`` by completion, not truncated; None without weights."""
-    modes = {TOKEN: "token_truncate", COMPLETION: "sequence_truncate"}
-    mode = modes.get(sampling.weights)
-    if mode is None:
+    kinds = {TOKEN: TokenTruncate, COMPLETION: SequenceTruncate}
+    kind = kinds.get(sampling.weights)
+    if kind is None:
         return None
-    return sampler_correction(logps, wrote, mask, mode, clip_max=None)
+    return kind(high=None)(sampler_log_ratio(logps, wrote, mask), mask)
 
 
 def _pushes(

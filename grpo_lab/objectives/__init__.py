@@ -15,6 +15,12 @@ from grpo_lab.objectives.aggregation import (
     token_mean,
 )
 from grpo_lab.objectives.clipped import Clipped, DetachedWeight, LiteralRow, Reinforce, Unclipped
+from grpo_lab.objectives.corrections import (
+    CORRECTIONS,
+    Correction,
+    register_correction,
+    sampler_log_ratio,
+)
 from grpo_lab.objectives.kl import AdaptiveKL, KLTerm, k1, k2, k3
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.mixed import MixedObjective, TaskObjective
@@ -24,16 +30,15 @@ from grpo_lab.objectives.ratios import (
     RATIO_LEVELS,
     literal_log_ratios,
     log_ratio,
-    sampler_correction,
     sequence_log_ratio,
     token_log_ratio,
 )
 
 __all__ = [
-    "AGGREGATIONS", "PRESETS", "RATIO_LEVELS", "SURROGATES", "AdaptiveKL", "Aggregation", "Clipped", "Denominators",
-    "DetachedWeight", "Gate", "Gather", "KLTerm", "LiteralRow", "MirrorDescent", "MixedObjective", "Objective",
-    "Preset", "Reinforce", "Selecting", "Surrogate", "TaskObjective", "TokenBatch", "Unclipped", "aggregation",
-    "fixed_budget", "is_ours", "k1", "k2", "k3", "literal_log_ratios", "local_token_mean", "log_ratio", "preset",
-    "register_aggregation", "register_objective", "sampler_correction", "sequence_log_ratio", "sequence_mean",
-    "sequence_sum", "surrogate", "token_log_ratio", "token_mean",
+    "AGGREGATIONS", "CORRECTIONS", "PRESETS", "RATIO_LEVELS", "SURROGATES", "AdaptiveKL", "Aggregation", "Clipped",
+    "Correction", "Denominators", "DetachedWeight", "Gate", "Gather", "KLTerm", "LiteralRow", "MirrorDescent",
+    "MixedObjective", "Objective", "Preset", "Reinforce", "Selecting", "Surrogate", "TaskObjective", "TokenBatch",
+    "Unclipped", "aggregation", "fixed_budget", "is_ours", "k1", "k2", "k3", "literal_log_ratios", "local_token_mean",
+    "log_ratio", "preset", "register_aggregation", "register_correction", "register_objective", "sampler_log_ratio",
+    "sequence_log_ratio", "sequence_mean", "sequence_sum", "surrogate", "token_log_ratio", "token_mean",
 ]  # fmt: skip

@@ -1,13 +1,10 @@
-"""Importance ratios: of the policy against its older self, and of the trainer against the sampler.
+"""Importance ratios of the policy against its older self. (Against the sampler: ``corrections``.)
 
 All are kept as logarithms until the last moment, in float32 or wider.
 """
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 from grpo_lab.batch import masked_row_mean, masked_sum, safe
@@ -15,7 +12,6 @@ from grpo_lab.batch import masked_row_mean, masked_sum, safe
 RATIO_LEVELS: tuple[str, ...] = ("token", "sequence", "sequence_token", "product")
 MAX_LOG_PRODUCT = 40.0
 """nats. Where the plain product of a response's ratios is held: its square is still a number, float32 ends at e⁸⁸."""
-SAMPLER_MODES: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def token_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
@@ -72,34 +68,3 @@ def literal_log_ratios(level: str, steps: list[float]) -> list[float]:
     else:
         one = sum(steps) / len(steps)
     return [one] * len(steps)
-
-
-def sampler_correction(
-    trainer_logps: Tensor,
-    sampler_logps: Tensor,
-    mask: Tensor,
-    mode: str = "sequence_mask",
-    clip_min: float | None = None,
-    clip_max: float | None = 3.0,
-) -> Tensor:
-    """Weight π_trainer/π_sampler that corrects for completions made by another engine than the one that trains.
-
-    ``token_*``: ρ_t per token, ``[B, T]``. ``sequence_*``: Π_t ρ_t per completion, ``[B, 1]``. ``*_truncate`` clamps
-    the ratio into ``[clip_min, clip_max]``; ``*_mask`` sets a ratio outside of it to 0 (the token or completion drops
-    out). A NaN sampler log-prob (an inserted or unscored token) counts as ratio 1.
-
-    Source: TIS/MIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy training"); bounds and
-    modes are those of TRL 1.16's ``vllm_importance_sampling_*``. No gradient flows through the weight.
-    """
-    if mode not in SAMPLER_MODES:
-        raise ValueError(f"`vllm_importance_sampling_mode` is {mode!r}; it must be one of {SAMPLER_MODES}")
-    with torch.no_grad():
-        difference = safe(trainer_logps - sampler_logps, mask).nan_to_num(nan=0.0)
-        if mode.startswith("sequence"):
-            difference = masked_sum(difference, mask, dim=-1).unsqueeze(-1)
-        ratio = difference.exp()
-        low = -math.inf if clip_min is None else clip_min
-        high = math.inf if clip_max is None else clip_max
-        if mode.endswith("truncate"):
-            return ratio.clamp(min=low, max=high)
-        return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)

@@ -16,11 +16,11 @@ from grpo_lab.settings import from_json, read, refuse_unknown
 from grpo_lab.trainer.ranks import hold_time_limit
 from grpo_lab.trainer.settings.algorithm import Algorithm, agree_with_trl, algorithm_from, clip_in_force
 from grpo_lab.trainer.settings.conflicts import AFTER, AHEAD, BEFORE, Case, refuse, refuse_sampling_keys
+from grpo_lab.trainer.settings.correction import MODE, agree_on_correction, check_correction
 from grpo_lab.trainer.settings.knobs import with_registered, written
 from grpo_lab.trainer.settings.limits import EARLIER, check_batch_sizes, check_choices
 from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
 
-CORRECTION = "vllm_importance_sampling_mode"
 NameOrMapping = dict[str, Any] | str | None
 
 
@@ -45,6 +45,10 @@ class LabConfig(GRPOConfig):
             ``scale_rewards``, …).
         advantage: name of an advantage rule, or a mapping of its name and knobs ``{name: …, epsilon: …}``; overrides
             the preset's rule.
+        correction: how tokens are weighted that were sampled by another policy than the one before the update: a name
+            (``grpo_lab.objectives.CORRECTIONS``), or a mapping of its name and knobs ``{name: icepop, low: …, high:
+            …}``. It needs the log-probs of the sampler: with ``use_vllm``, or from a ``rollout_func``. ``None``: TRL's
+            ``vllm_importance_sampling_*`` with ``use_vllm``, else nothing.
         kl: the KL penalty, ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``. In the
             reward it also takes ``per: sequence|token``, ``gamma`` and the estimator ``k1_clamped``, and ``target``
             with ``rate`` steers β. ``None``: TRL's ``beta`` with k3 in the loss (``use_bias_correction_kl``).
@@ -86,6 +90,7 @@ class LabConfig(GRPOConfig):
 
     objective: NameOrMapping = None
     advantage: NameOrMapping = None
+    correction: NameOrMapping = None
     kl: NameOrMapping = None
     value: NameOrMapping = None
     rollout: NameOrMapping = None
@@ -144,8 +149,9 @@ class LabConfig(GRPOConfig):
         self.reference_every = ours.reference_every
         self.max_hours = ours.max_hours
         self.stop_file = ours.stop_file
-        if ours.rollout.earlier_policy and not written(self, CORRECTION):
-            setattr(self, CORRECTION, "token_truncate")
+        agree_on_correction(self, ours)
+        if ours.rollout.earlier_policy and ours.correction is None and not written(self, MODE):
+            setattr(self, MODE, "token_truncate")
         refuse(AHEAD[ours.rollout.earlier_policy], Case(self, ours))
         refuse(BEFORE, Case(self, ours))
         refuse_sampling_keys(self)
@@ -153,6 +159,7 @@ class LabConfig(GRPOConfig):
         if ours.kl is not None and ours.kl.coefficient is not None:
             self.beta = ours.kl.coefficient  # TRL builds a reference model if it is not 0
         algorithm = algorithm_from(self, ours)  # a wrong name raises before the model is loaded
+        check_correction(self, algorithm)
         refuse(AFTER, Case(self, ours, algorithm))
         kl = None
         if algorithm.objective is not None:

@@ -31,6 +31,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
+from grpo_lab.objectives import Correction
 from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import resolve_arguments
@@ -40,7 +41,7 @@ from grpo_lab.trainer.generation.prompt_fit import check_room
 from grpo_lab.trainer.generation.server_across_ranks import checkpoint_if_server_gone, record_returns
 from grpo_lab.trainer.generation.trl_engine import engine_class
 from grpo_lab.trainer.generation.turns import tool_turns
-from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection, TrlBook
+from grpo_lab.trainer.metrics.book import MetricBook, TrlBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.ports import Phase, Recorder
 from grpo_lab.trainer.ranks import named_place
@@ -60,6 +61,7 @@ from grpo_lab.trainer.scoring.carriers import Scored
 from grpo_lab.trainer.scoring.kl_penalty import penalise
 from grpo_lab.trainer.scoring.reward_table import correctness, rewards_of_all
 from grpo_lab.trainer.scoring.scored import record, score
+from grpo_lab.trainer.settings.correction import correction_in_force
 from grpo_lab.trainer.settings.inputs import check_conversations, turns_of
 from grpo_lab.trainer.settings.silenced import seen
 from grpo_lab.trainer.step.exact_update import ExactUpdate
@@ -377,9 +379,9 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         return torch.tensor(of_rows)
 
     @property
-    def correction(self) -> SamplerCorrection | None:
-        """Settings of the correction that weighs completions of another engine; None without a correction."""
-        return SamplerCorrection.of(self)
+    def correction(self) -> Correction | None:
+        """The correction that weighs completions of another sampler; None without one."""
+        return correction_in_force(self)
 
     @property
     def exact_update(self) -> ExactUpdate:

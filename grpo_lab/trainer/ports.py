@@ -18,8 +18,9 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_lab.batch import RewardTable, TokenBatch
+from grpo_lab.objectives import Correction
 from grpo_lab.rewards.steps import StepScores
-from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection
+from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.parse import LabSettings
 
@@ -246,7 +247,7 @@ class Numbers(Protocol):
     phase: Phase
     last_logged_step: int
     exact_update: Any  # ``step.exact_update.ExactUpdate``, which imports this module
-    correction: SamplerCorrection | None
+    correction: Correction | None
     beta: float
     max_completion_length: Any
     current_gradient_accumulation_steps: Any

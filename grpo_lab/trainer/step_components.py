@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import ResolvedArguments
 from grpo_lab.trainer.critic import CriticAlone, with_critic
-from grpo_lab.trainer.exactness.loss_proof import has_formula, prove_loss
+from grpo_lab.trainer.exactness.loss_proof import has_formula, prove_correction, prove_loss
 from grpo_lab.trainer.generation.in_step import thinking_rollout
 from grpo_lab.trainer.generation.overlap import Overlap
 from grpo_lab.trainer.generation.partial import PartialRollouts
@@ -33,6 +33,7 @@ from grpo_lab.trainer.scoring.kl_penalty import KLController
 from grpo_lab.trainer.scoring.preference_training import PreferenceInTraining
 from grpo_lab.trainer.scoring.resample import Resampler
 from grpo_lab.trainer.scoring.reward_table import WeightSchedules, check_steps
+from grpo_lab.trainer.settings.correction import take_over_correction
 from grpo_lab.trainer.settings.inputs import check_critic, check_requires, shared_names, uneven_evaluation
 from grpo_lab.trainer.settings.silenced import SilencedSettings
 from grpo_lab.trainer.step.exact_update import ExactUpdate
@@ -56,6 +57,7 @@ class StepComponents:
         self._args = trainer.args
         algorithm = resolved.algorithm
         settings = resolved.settings
+        take_over_correction(trainer)
         check_critic(algorithm.value, trl_bridge.teams(trainer, "_compute_loss"), (trainer.optimizer, None))
         self.critic = with_critic(trainer, algorithm.value)
         kl = None
@@ -192,6 +194,8 @@ def prove(trainer: GRPOTrainer) -> None:
         trainer.say(said, key="left to trl", level=logging.WARNING)
         return
     of_team = trl_bridge.teams(trainer, "token_loss") is not None
+    if trainer.algorithm.correction is not None:
+        prove_correction(trainer.algorithm.correction)
     with trainer.recorder.unrecorded():
         trainer.say(prove_loss(trainer.token_loss, objective, of_team))
     uneven = uneven_evaluation(trainer.args, trainer.eval_dataset, trainer.num_generations_eval)

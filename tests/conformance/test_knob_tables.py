@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_lab.advantages import RULES, TOKEN_RULES
-from grpo_lab.objectives import AGGREGATIONS, RATIO_LEVELS, SURROGATES
+from grpo_lab.objectives import AGGREGATIONS, CORRECTIONS, RATIO_LEVELS, SURROGATES
 from grpo_lab.registry import knobs_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
@@ -37,8 +37,9 @@ def in_words(part: Any) -> str:
     [
         ("surrogates.md", "| name | class | knobs", SURROGATES),
         ("advantages.md", "| name | class | knobs", {**RULES, **TOKEN_RULES}),
+        ("sampler_correction.md", "| name | class | knobs", CORRECTIONS),
     ],
-    ids=["surrogates", "advantages"],
+    ids=["surrogates", "advantages", "corrections"],
 )
 def test_knobs_are_the_fields(page: str, header: str, parts: Mapping[str, Any]) -> None:
     rows = {row[0]: row[1:3] for row in table(page, header)}

@@ -30,7 +30,7 @@ from trl.trainer import utils as trl_utils
 
 import grpo_lab.trainer as room
 from grpo_lab import LabConfig
-from grpo_lab.objectives import sampler_correction
+from grpo_lab.objectives import CORRECTIONS, sampler_log_ratio
 from grpo_lab.testing import ScriptedRollout
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.lab_trainer import LabTrainer
@@ -552,7 +552,8 @@ def test_sampler_correction_is_trls(sampling: Any, mode: str, bounds: tuple[floa
     output = sampling._generate_and_score_completions(batch(sampling))
     theirs = output["importance_sampling_ratio"]
     mask = output["completion_mask"].bool()
-    ours = sampler_correction(output["old_per_token_logps"], output["sampling_per_token_logps"], mask, mode, *bounds)
+    x = sampler_log_ratio(output["old_per_token_logps"], output["sampling_per_token_logps"], mask)
+    ours = CORRECTIONS[mode](*bounds)(x, mask)
     assert output["sampling_per_token_logps"].isnan().any(), "the unscored token was lost: the case is not tested"
     assert ours.shape == theirs.shape
     assert torch.equal(ours, theirs)

@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_lab.batch import SAMPLER_LOGPS, Denominators, TokenBatch
-from grpo_lab.objectives import LiteralRow, Objective, literal_log_ratios, log_ratio
+from grpo_lab.objectives import Correction, LiteralRow, Objective, literal_log_ratios, log_ratio
 from grpo_lab.objectives.aggregation import LITERALS
 from grpo_lab.objectives.objective import checked_scalar, checked_token_loss
 from grpo_lab.registry import address
 
 TokenLoss = Callable[[TokenBatch], Tensor]
+#: how near the loss and its formula are, in float64, relative and absolute
+CLOSE = 1e-12
 _DENOMINATORS = Denominators(rows=3.0, tokens=7.0, budget=5.0, micro_batches=2.0)
 
 
@@ -98,7 +100,7 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
         expected = literal_loss(objective, batch)
     if expected is None:
         return f"{named} has parts of its own: finite and with a gradient, not compared to a formula"
-    if not math.isclose(found.item(), expected, rel_tol=1e-12, abs_tol=1e-12):
+    if not math.isclose(found.item(), expected, rel_tol=CLOSE, abs_tol=CLOSE):
         raise RuntimeError(
             f"the loss in force is not the configured {named}: on the toy batch it gives {found.item():.12g}, the "
             f"formula gives {expected:.12g}"
@@ -211,3 +213,46 @@ def _literal_kl(objective: Objective, row: LiteralRow, x: float, t: int) -> floa
         return 0.0
     value = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1}[kl.estimator]
     return kl.coefficient * value * (math.exp(row.log_ratios[t]) if kl.ratio_weighted else 1.0)
+
+
+def toy_ratios() -> tuple[Tensor, Tensor]:
+    """Return x and mask ``[4, 4]`` in float64: ratios from e^-2 to e^2.5, a row that nearly agrees, one of zeros."""
+    steps = [[0.9, -2.0, 2.5, 0.1], [3e-4, -2e-4, 1e-4, 0.0], [-0.3, 0.2, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    return torch.tensor(steps, dtype=torch.float64), torch.arange(4) < torch.tensor([4, 3, 2, 3]).unsqueeze(1)
+
+
+def prove_correction(correction: Correction) -> None:
+    """Ask ``correction`` on toy log-ratios. Raises ValueError for weights of another shape than ``[B, T]`` or
+    ``[B, 1]``, with a gradient, not finite or below 0; for weights of a row that depend on other rows or on padding,
+    unless it says ``whole_batch``; and RuntimeError where they are not those of its ``literal``."""
+    whose = f"the correction {address(correction)}"
+    x, mask = toy_ratios()
+    weights = _weights_of(correction, x.clone().requires_grad_(True), mask)
+    if not isinstance(weights, Tensor) or tuple(weights.shape) not in ((4, 4), (4, 1)):
+        seen = f"a tensor {list(weights.shape)}" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
+        raise ValueError(f"{whose} returned {seen} for 4 rows of 4 tokens; it must return a tensor [4, 4] or [4, 1]")
+    if weights.requires_grad:
+        raise ValueError(f"{whose} returned weights with a gradient; a weight is a constant of the loss: detach it")
+    weights = weights.expand(mask.shape)
+    if not (weights[mask].isfinite().all() and (weights[mask] >= 0).all()):
+        raise ValueError(f"{whose} returned {weights[mask].tolist()}; weights must be finite and at least 0")
+    if getattr(correction, "whole_batch", False):
+        return
+    formula: Any = getattr(correction, "literal", None) if "literal" in dir(type(correction)) else None
+    for row, length in enumerate(mask.sum(1).tolist()):
+        alone = _weights_of(correction, x[row : row + 1, :length], mask[row : row + 1, :length])
+        if not torch.allclose(alone.expand(1, length)[0], weights[row, :length], rtol=CLOSE, atol=CLOSE):
+            raise ValueError(
+                f"{whose} weighs a row by other rows, or by its padding; if it is meant to, it must say "
+                "`whole_batch = True`, and gets all rows of a generation batch"
+            )
+        expected = [formula(x[row, :length].tolist(), t) for t in range(length)] if formula is not None else []
+        for found, literal in zip(weights[row].tolist(), expected, strict=False):
+            if not math.isclose(found, literal, rel_tol=CLOSE, abs_tol=CLOSE):
+                raise RuntimeError(f"{whose} gives the weight {found:.12g}, and its formula gives {literal:.12g}")
+
+
+def _weights_of(correction: Correction, x: Tensor, mask: Tensor) -> Any:
+    if getattr(correction, "whole_batch", False):
+        return correction(x.detach(), mask, lambda values: values)
+    return correction(x.detach(), mask)

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer
 
+from grpo_lab.objectives.corrections import Correction, kept
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS
@@ -275,35 +275,6 @@ def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: T
         book.add_alike("groups/learnable_share", (solved & missed).sum(), solved.numel())
 
 
-@dataclass(frozen=True)
-class SamplerCorrection:
-    """TRL's ``vllm_importance_sampling_*``: how completions are weighted if their engine differs from the trainer."""
-
-    mode: str
-    low: float | None
-    high: float | None
-
-    @staticmethod
-    def of(trainer: GRPOTrainer) -> SamplerCorrection | None:
-        """Return the correction in force, or None without an engine (or with the correction off)."""
-        if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
-            return None
-        low = trainer.vllm_importance_sampling_clip_min
-        high = trainer.vllm_importance_sampling_clip_max
-        return SamplerCorrection(trainer.vllm_importance_sampling_mode, low, high)
-
-    def keeps(self, weights: Tensor) -> Tensor:
-        """Return bool, like ``weights``: within the bounds (``*_mask`` sets others to 0, ``*_truncate`` to a bound)."""
-        if self.mode.endswith("mask"):
-            return weights != 0
-        kept = torch.ones_like(weights, dtype=torch.bool)
-        if self.low is not None:
-            kept &= weights > self.low
-        if self.high is not None:
-            kept &= weights < self.high
-        return kept
-
-
 def length_quartiles(lengths: Tensor) -> Tensor:
     """Return the quartile (0 to 3) of each completion's length in the batch, long ``[N]``; equal lengths share one."""
     cuts = torch.quantile(lengths.float(), torch.tensor([0.25, 0.5, 0.75], device=lengths.device))
@@ -311,7 +282,7 @@ def length_quartiles(lengths: Tensor) -> Tensor:
 
 
 def by_length(
-    how: SamplerCorrection, weights: Tensor, mask: Tensor, quartiles: Tensor
+    how: Correction, weights: Tensor, mask: Tensor, quartiles: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield name, sum and count of the weights and of the kept share, per quartile of completion length.
 
@@ -325,13 +296,11 @@ def by_length(
         where = chosen & (quartiles == quartile).unsqueeze(1)
         count = where.sum()
         yield f"sampling/ratio_mean/len_q{quartile + 1}", weights.float().masked_fill(~where, 0.0).sum(), count
-        yield f"sampling/kept_share/len_q{quartile + 1}", (how.keeps(weights) & where).sum(), count
+        yield f"sampling/kept_share/len_q{quartile + 1}", (kept(how, weights) & where).sum(), count
 
 
-def record_by_length(
-    how: SamplerCorrection, output: dict[str, Any], mask: Tensor, accelerator: Any, book: MetricBook
-) -> None:
-    """Log ``by_length`` for a generation batch whose weights TRL made, gathered over ranks."""
+def record_by_length(how: Correction, output: dict[str, Any], mask: Tensor, accelerator: Any, book: MetricBook) -> None:
+    """Log ``by_length`` for a generation batch whose weights were made at generation, gathered over ranks."""
     carried = Carried(output)
     assert carried.sampler_weights is not None
     assert carried.length_quartile is not None

@@ -29,6 +29,7 @@ from grpo_lab.trainer.scoring.resample import alike
 from grpo_lab.trainer.scoring.reward_table import correctness, gathered_steps, truncated_rows, without_infinite
 from grpo_lab.trainer.settings.inputs import completion_limit
 from grpo_lab.trainer.step.log_probs import GenerationForwards
+from grpo_lab.trainer.step.sampler_weights import check_reported, needs_batch, weigh_batch
 
 
 class Scoring:
@@ -127,6 +128,7 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
         batch = trls(inputs)
     if trainer.rollout_func is not None:  # its mask may come now and then, or on one rank only
         batch.setdefault("tool_mask", batch["completion_mask"])
+    check_reported(trainer, batch)
     if put_off:
         Carried(batch).proximal_logps = Carried(batch).sampler_weights = None
         trl_bridge.forget_sampling_metrics(trainer.recorder.trl_metrics)
@@ -164,6 +166,7 @@ def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
 def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str, Any]:
     """Return the batch for the buffer, with policy versions and, for ``token_weights_every``, length quarters and pass
     rates. Log how the sampler correction depends on length, over the selected rows."""
+    weigh_batch(trainer, batch, scored.forwards)
     scored.forwards.mark(batch)
     carried = Carried(batch)
     rows = batch["prompt_ids"].size(0)
@@ -177,6 +180,6 @@ def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str
         of_all = pass_rates(correctness(table, trainer.reward_funcs), len(table.values), table.group_size)
         carried.pass_rate = of_all[mine].to(batch["prompt_ids"].device)
     how = trainer.correction
-    if how is not None and carried.sampler_weights is not None:  # TRL made it: it was not put off
+    if how is not None and carried.sampler_weights is not None and not needs_batch(how):  # TRL made it: not put off
         record_by_length(how, batch, loss_mask(batch), trainer.accelerator, trainer.recorder.book())
     return batch

@@ -18,6 +18,7 @@ from grpo_lab.objectives import (
     RATIO_LEVELS,
     SURROGATES,
     AdaptiveKL,
+    Correction,
     KLTerm,
     Objective,
     aggregation,
@@ -26,6 +27,7 @@ from grpo_lab.objectives import (
 )
 from grpo_lab.trainer.settings import knobs
 from grpo_lab.trainer.settings.knobs import CLIP, in_words, name_of
+from grpo_lab.trainer.settings.limits import NOT_TRLS
 from grpo_lab.trainer.settings.parse import KLSettings, LabSettings, ObjectiveSettings, ValueSettings
 from grpo_lab.trainer.trl_bridge import teams
 
@@ -44,8 +46,6 @@ TRL_EQUIVALENT: dict[str, tuple[str, str]] = {
 }
 #: advantage rule → TRL's scale_rewards
 TRL_SCALING: dict[str, str] = {"group_zscore": "group", "group_mean": "none", "batch_zscore": "batch"}
-#: prefix of `loss_type` for an objective that TRL does not have; asked for such a loss, TRL refuses it by name
-NOT_TRLS = "grpo_lab:"
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside ``objective``
 NOT_HONOURED: tuple[str, ...] = (
     "top_entropy_quantile",
@@ -92,6 +92,7 @@ class Algorithm:
         left_to_trl: why the loss is TRL's own.
         names: what each part is called, for logs, the model card and ``--dry-run``.
         value: settings of the critic.
+        correction: what ``correction`` asks for; ``None``: TRL's fields decide (``correction_in_force``).
     """
 
     objective: Objective | None
@@ -99,6 +100,7 @@ class Algorithm:
     left_to_trl: str | None
     names: dict[str, str]
     value: ValueSettings | None = None
+    correction: Correction | None = None
 
     def describe(self) -> str:
         """Return the parts in force, and the hooks that replace them, in one line."""
@@ -122,8 +124,14 @@ class Algorithm:
 def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
     """Build the algorithm that ``args`` (flat TRL settings) and ``settings`` (our mappings) define."""
     if settings.objective is None:
-        return _from_trl(args, settings)
-    return _from_ours(args, settings.objective, settings)
+        found = _from_trl(args, settings)
+    else:
+        found = _from_ours(args, settings.objective, settings)
+    correction = knobs.correction_from(args, settings.correction)
+    if settings.correction is None or correction is None:
+        return found
+    named = in_words(correction, settings.correction.name)
+    return replace(found, correction=correction, names={**found.names, "correction": named})
 
 
 def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> Algorithm:

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_lab.advantages import reads_values
 from grpo_lab.engines.vllm.sampling_keys import refuse_ends, refuse_keys, refuse_two_names
 from grpo_lab.settings import from_json
-from grpo_lab.trainer.settings.algorithm import NOT_TRLS
+from grpo_lab.trainer.settings.limits import NOT_TRLS
 from grpo_lab.trainer.settings.parse import LabSettings
 
 
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def corrects(self) -> bool:
-        """Return whether the sampler correction is in force."""
+        """Return whether an engine's log-probs are corrected for."""
         return bool(self.args.use_vllm and self.args.vllm_importance_sampling_correction)
 
     @property
@@ -309,16 +309,6 @@ BEFORE: tuple[Conflict, ...] = (
 
 
 AFTER: tuple[Conflict, ...] = (
-    (
-        lambda c: (
-            c.corrects
-            and c.args.vllm_importance_sampling_mode.startswith("token")
-            and getattr(c.algorithm.objective, "whole_response", False)
-        ),
-        "`vllm_importance_sampling_mode` is {args.vllm_importance_sampling_mode!r}, and objective "
-        "{algorithm.objective.name!r} is about whole responses: use 'sequence_mask' (TRL's default) or "
-        "'sequence_truncate', or switch `vllm_importance_sampling_correction` off",
-    ),
     (
         lambda c: c.ours.value is not None and not reads_values(c.algorithm.advantage),
         "`value` is set, and no critic is asked for: the advantage rule is {algorithm.names[advantage]!r}; set "

@@ -15,14 +15,17 @@ from typing import Any
 from grpo_lab import registry
 from grpo_lab.advantages import RULES, TOKEN_RULES, level_of
 from grpo_lab.objectives import AGGREGATIONS, PRESETS, SURROGATES, Aggregation, Surrogate, is_ours, preset
+from grpo_lab.objectives.corrections import CORRECTIONS, TRLS_MODES, Correction
 from grpo_lab.objectives.presets import OUR_PRESETS
 from grpo_lab.settings import refuse_unknown, typed
-from grpo_lab.trainer.settings.parse import AdvantageSettings, LabSettings, ObjectiveSettings
+from grpo_lab.trainer.settings.parse import AdvantageSettings, CorrectionSettings, LabSettings, ObjectiveSettings
 
 #: values of TRL's ``loss_type`` that only TRL computes
 TRLS_OWN = ("luspo", "sapo", "vespo")
 #: TRL's flat settings that are knobs of a surrogate with fields of these names
 CLIP = ("epsilon", "epsilon_high", "delta")
+#: knob of a correction → TRL's flat setting that is the same, for a correction that TRL has
+SAMPLER_BOUNDS = {"low": "vllm_importance_sampling_clip_min", "high": "vllm_importance_sampling_clip_max"}
 
 
 def default_of(args: Any, name: str) -> Any:
@@ -115,6 +118,22 @@ def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
     rules = {**RULES, **TOKEN_RULES}
     part = _part(name, rules, "advantage")
     return _built(part, _checked(knobs, part, "advantage", "advantage rule", rules), "advantage")
+
+
+def correction_from(args: Any, chosen: CorrectionSettings | None) -> Correction | None:
+    """Build the correction that ``correction`` asks for; None if it is not set. One that TRL has, too, takes TRL's
+    bounds where these are set and ``correction`` leaves them out."""
+    if chosen is None:
+        return None
+    if chosen.name is None:
+        raise ValueError(f"`correction` is {chosen.knobs!r}; as a mapping it needs a `name`")
+    part = _part(chosen.name, CORRECTIONS, "correction")
+    own = _checked(chosen.knobs, part, "correction", "correction", CORRECTIONS)
+    flat = {}
+    if part in TRLS_MODES:
+        flat = {knob: getattr(args, name) for knob, name in SAMPLER_BOUNDS.items() if written(args, name)}
+    made: Correction = _built(part, {**flat, **own}, "correction")
+    return made
 
 
 def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple[Any, dict[str, Any]]:

@@ -123,6 +123,15 @@ class AdvantageSettings:
     knobs: dict[str, Any] = field(default_factory=dict)
 
 
+@settings(bare="name", rest="knobs")
+class CorrectionSettings:
+    """``correction``: a correction's name, ``"module:attribute"``, a class or a callable; ``knobs``: every other key, a
+    field of its dataclass."""
+
+    name: Any = None
+    knobs: dict[str, Any] = field(default_factory=dict)
+
+
 @settings(bare="estimator")
 class KLSettings:
     """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``).
@@ -343,6 +352,7 @@ class LabSettings:
 
     objective: ObjectiveSettings | None = None
     advantage: AdvantageSettings | None = None
+    correction: CorrectionSettings | None = None
     kl: KLSettings | None = None
     value: ValueSettings | None = None
     update: Annotated[UpdateSettings, NULL_IS_DEFAULT] = field(default_factory=UpdateSettings)

@@ -122,7 +122,8 @@ class GenerationForwards:
         switches = misaligned and has_team_parts(trainer)
         between = ("_generate_and_score_completions", "_generate_and_score", "_prepare_inputs")
         stays_ours = all(trl_bridge.teams(trainer, method) is None for method in between)
-        put_off = in_bins and wanted and not found.draws and not switches and stays_ours
+        whole = getattr(trainer.correction, "whole_batch", False)  # its weights are made at generation
+        put_off = in_bins and not whole and wanted and not found.draws and not switches and stays_ours
         return GenerationForwards(corrected, in_bins, put_off, found.draws)
 
     def instead_of_trls(self, trainer: UpdatePort) -> contextlib.AbstractContextManager[list[str]]:

@@ -12,13 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from grpo_lab.batch import Denominators, TokenBatch, safe
-from grpo_lab.objectives import Objective, log_ratio, sampler_correction
+from grpo_lab.objectives import Objective, log_ratio
 from grpo_lab.objectives.value_loss import value_loss
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.critic import is_warming_up
 from grpo_lab.trainer.ports import Numbers, StepPort, UpdatePort
 from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.trainer.step.log_probs import proximal_log_probs
+from grpo_lab.trainer.step.sampler_weights import sampler_weights
 from grpo_lab.trainer.step.update_record import record_tokens, value_targets
 
 
@@ -47,10 +48,6 @@ def token_batch(
     old = proximal_log_probs(logps, fields)
     advantages = fields["advantages"]
     carried = Carried(fields)
-    how = trainer.correction
-    weights = carried.sampler_weights
-    if weights is None and how is not None:
-        weights = sampler_correction(old, carried.behaviour_logps, mask, how.mode, how.low, how.high)
     return TokenBatch(
         logps=logps,
         proximal_logps=old,
@@ -59,7 +56,7 @@ def token_batch(
         mask=mask,
         ref_logps=carried.ref_logps,
         entropies=entropies,
-        sampler_weights=weights,
+        sampler_weights=sampler_weights(trainer.correction, old, fields, mask),
         values=values,
         extras={name: value for name, value in fields.items() if isinstance(value, Tensor) and value.dim() > 0},
     )

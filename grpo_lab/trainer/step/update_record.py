@@ -186,12 +186,13 @@ def record_tokens(trainer: Numbers, book: MetricBook, batch: TokenBatch, origin:
     for name, value in values.items():
         book.add_tokens(name, value, batch.mask, origin)
     carried = Carried(dict(batch.extras))
-    if batch.sampler_weights is not None and carried.behaviour_logps is not None and carried.sampler_weights is None:
+    made_here = carried.sampler_weights is None or getattr(trainer.correction, "whole_batch", False)
+    if batch.sampler_weights is not None and carried.behaviour_logps is not None and made_here:
         _sampling(trainer, book, batch, batch.sampler_weights, origin)
 
 
 def _sampling(trainer: Numbers, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None) -> None:
-    """Log TRL's ``sampling/*`` metrics if the correction was made in the loss, and not by TRL at generation."""
+    """Log TRL's ``sampling/*`` metrics where TRL did not make the correction at generation."""
     mask = batch.mask
     carried = Carried(dict(batch.extras))
     how = trainer.correction

@@ -1,4 +1,4 @@
-"""Importance ratios: of the policy against its older self, and of the trainer against the sampler."""
+"""Importance ratios of the policy against its older self. (Against the sampler: conformance/test_corrections.py.)"""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from grpo_lab.objectives import (
     Unclipped,
     literal_log_ratios,
     log_ratio,
-    sampler_correction,
     sequence_mean,
 )
 
@@ -109,58 +108,3 @@ def test_a_long_product_is_held_in_log_space_and_never_no_number(dtype: torch.dt
         assert (gradient == 0).all()
         said = Objective("x", push, sequence_mean, "product").diagnostics(batch)["product_ratio/held_mean"]
         assert said.flatten().tolist() == [True, False]
-
-
-# trainer − sampler = log 2, log ½, (masked: log 100); row 2: log 4, log 2
-TRAINER = torch.tensor([[2.0, 0.5, 100.0], [4.0, 2.0, 1.0]], dtype=torch.float64).log()
-SAMPLER = torch.zeros(2, 3, dtype=torch.float64)
-CHOSEN = torch.tensor([[True, True, False], [True, True, False]])
-
-
-@pytest.mark.parametrize(
-    ("mode", "low", "high", "expected"),
-    [
-        ("token_truncate", None, 3.0, [[2.0, 0.5, 1.0], [3.0, 2.0, 1.0]]),
-        ("token_truncate", 0.8, 3.0, [[2.0, 0.8, 1.0], [3.0, 2.0, 1.0]]),
-        ("token_mask", None, 3.0, [[2.0, 0.5, 1.0], [0.0, 2.0, 1.0]]),
-        ("token_mask", 0.8, 3.0, [[2.0, 0.0, 1.0], [0.0, 2.0, 1.0]]),
-        ("sequence_truncate", None, 3.0, [[1.0], [3.0]]),  # 2 · ½ = 1; 4 · 2 = 8, cut at 3
-        ("sequence_mask", None, 3.0, [[1.0], [0.0]]),  # 8 > 3: the completion drops out
-        ("sequence_mask", 1.5, None, [[0.0], [8.0]]),
-        ("token_mask", None, None, [[2.0, 0.5, 1.0], [4.0, 2.0, 1.0]]),
-    ],
-)
-def test_sampler_correction_hand_values(
-    mode: str, low: float | None, high: float | None, expected: list[list[float]]
-) -> None:
-    found = sampler_correction(TRAINER, SAMPLER, CHOSEN, mode, low, high)
-    assert found.flatten().tolist() == pytest.approx([value for row in expected for value in row], rel=1e-15)
-
-
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_an_unscored_token_counts_as_ratio_one(mode: str) -> None:
-    sampler = SAMPLER.clone()
-    sampler[1, 0] = math.nan
-    without = CHOSEN.clone()
-    without[1, 0] = False
-    found = sampler_correction(TRAINER, sampler, CHOSEN, mode, None, 3.0)
-    assert torch.equal(found, sampler_correction(TRAINER, SAMPLER, without, mode, None, 3.0))
-    assert found[1, 0].item() == (2.0 if mode.startswith("sequence") else 1.0)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
-def test_masked_tokens_of_the_correction_may_hold_anything(mode: str, bad: float) -> None:
-    poisoned = TRAINER.masked_fill(~CHOSEN, bad)
-    assert torch.equal(
-        sampler_correction(poisoned, SAMPLER, CHOSEN, mode), sampler_correction(TRAINER, SAMPLER, CHOSEN, mode)
-    )
-
-
-def test_no_gradient_flows_through_the_correction() -> None:
-    assert not sampler_correction(TRAINER.clone().requires_grad_(), SAMPLER, CHOSEN).requires_grad
-
-
-def test_correction_mode_at_the_door() -> None:
-    with pytest.raises(ValueError, match=r"`vllm_importance_sampling_mode` is 'clip'; it must be one of"):
-        sampler_correction(TRAINER, SAMPLER, CHOSEN, "clip")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from grpo_lab.trainer.metrics.book import SamplerCorrection, by_length, length_quartiles
+from grpo_lab.objectives.corrections import TokenMask
+from grpo_lab.trainer.metrics.book import by_length, length_quartiles
 
-NOT_ZERO = SamplerCorrection("token_mask", None, None)
+NOT_ZERO = TokenMask(None, None)
 
 
 def test_quartiles_by_hand() -> None:
@@ -15,19 +15,6 @@ def test_quartiles_by_hand() -> None:
     assert length_quartiles(torch.tensor([8, 1, 2, 3, 7, 6, 5, 4])).tolist() == [3, 0, 0, 1, 3, 2, 2, 1]
     assert length_quartiles(torch.tensor([5, 5, 5, 5])).tolist() == [0, 0, 0, 0]
     assert length_quartiles(torch.tensor([9])).tolist() == [0]
-
-
-@pytest.mark.parametrize(
-    ("mode", "low", "high", "weights", "kept"),
-    [
-        ("sequence_mask", None, 3.0, [0.0, 0.4, 3.0], [False, True, True]),
-        ("token_truncate", None, 3.0, [0.1, 2.9, 3.0], [True, True, False]),
-        ("token_truncate", 0.5, 3.0, [0.5, 0.6, 3.0], [False, True, False]),
-        ("sequence_truncate", None, None, [0.1, 9.0, 99.0], [True, True, True]),
-    ],
-)
-def test_kept_by_hand(mode: str, low: float | None, high: float | None, weights: list[float], kept: list[bool]) -> None:
-    assert SamplerCorrection(mode, low, high).keeps(torch.tensor(weights)).tolist() == kept
 
 
 def test_token_weights_count_loss_tokens() -> None:

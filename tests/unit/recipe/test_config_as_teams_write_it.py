@@ -35,6 +35,7 @@ FLAT: dict[str, Any] = {
 OURS: dict[str, Any] = {
     "objective": {"name": "ppo", "epsilon": 0.1, "epsilon_high": 0.3},
     "advantage": {"name": "gae", "lam": 0.9},
+    "correction": {"name": "icepop", "high": 4.0},
     "value": {"vf_coef": 0.2, "learning_rate": 1e-4, "warmup_steps": 3},
     "kl": {"estimator": "k2", "placement": "loss", "coefficient": 0.1},
     "rollout": {"thinking_budget": 32, "budget_text": " So:</think>"},

@@ -11,7 +11,8 @@ import torch
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import AGGREGATIONS, Clipped, Objective, log_ratio
-from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, SamplerCorrection, TrlBook, reward_metrics
+from grpo_lab.objectives.corrections import TokenTruncate
+from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, TrlBook, reward_metrics
 from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.step.update_record import record_skipped, record_tokens
 
@@ -189,7 +190,7 @@ def test_sampler_metrics_by_hand() -> None:
     objective = Objective("x", Clipped(0.2), AGGREGATIONS["token_mean"])
     trainer: Any = SimpleNamespace(
         algorithm=SimpleNamespace(objective=objective, value=None),
-        correction=SamplerCorrection("token_truncate", None, 3.0),
+        correction=TokenTruncate(None, 3.0),
     )
     carried = Carried({})
     carried.behaviour_logps, carried.length_quartile = engines, torch.tensor([3, 0])

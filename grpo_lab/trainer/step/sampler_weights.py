@@ -1,0 +1,62 @@
+"""Weights of the sampler correction: from the fields of a micro-batch, or of a whole generation batch at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.objectives import Correction, sampler_log_ratio
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.row_table import Carried, loss_mask
+from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bins
+
+
+def needs_batch(correction: Correction | None) -> bool:
+    """Return whether the weights depend on all rows of the generation batch."""
+    return bool(getattr(correction, "whole_batch", False))
+
+
+@torch.no_grad()
+def sampler_weights(
+    correction: Correction | None, proximal_logps: Tensor, fields: dict[str, Any], mask: Tensor
+) -> Tensor | None:
+    """Return the weights of a micro-batch's or bin's rows, ``[B, T]`` or ``[B, 1]``: those that were made at
+    generation, else those of ``correction``; None without one."""
+    carried = Carried(fields)
+    if carried.sampler_weights is not None or correction is None:
+        return carried.sampler_weights
+    weights: Tensor = correction(sampler_log_ratio(proximal_logps, carried.behaviour_logps, mask), mask)
+    return weights
+
+
+def check_reported(trainer: StepPort, batch: dict[str, Any]) -> None:
+    """Raise ValueError if ``correction`` is set and the completions came without the log-probs of their sampler."""
+    asked = trainer.algorithm.names.get("correction")
+    if asked is not None and Carried(batch).behaviour_logps is None:
+        raise ValueError(
+            f"`correction` is {asked!r}, and the completions came without the log-probs that their tokens "
+            f"were sampled with: set `use_vllm: true`, return them (from `rollout_func`, or as the second of what "
+            "`_generate_single_turn` returns), or leave `correction` out"
+        )
+
+
+@torch.no_grad()
+def weigh_batch(trainer: StepPort, batch: dict[str, Any], forwards: GenerationForwards) -> None:
+    """Write the weights of a correction that needs the whole generation batch into ``batch``, this rank's rows."""
+    correction = trainer.correction
+    if correction is None or not needs_batch(correction):
+        return
+    carried = Carried(batch)
+    proximal = carried.proximal_logps
+    if proximal is None and forwards.in_bins:
+        proximal = log_probs_in_bins(trainer, trainer.model, batch)
+    elif proximal is None:
+        rows = trainer.args.per_device_train_batch_size
+        with trl_bridge.without_checkpointing(trainer.model, trainer.args):
+            proximal = trl_bridge.stock_forward(trainer, trainer.model, batch, batch_size=rows)[0]
+    mask = loss_mask(batch)
+    x = sampler_log_ratio(proximal, carried.behaviour_logps, mask)
+    carried.sampler_weights = correction(x, mask, trainer.accelerator.gather)
