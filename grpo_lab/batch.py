@@ -32,6 +32,8 @@ SAMPLER_LOGPS = "sampling_per_token_logps"
 """TRL's name of the log-probs that the engine reported for the tokens that it sampled."""
 TASK = "grpo_lab.task"
 """Name, among the fields that travel with the rows, of the number of each row's task (``tasks``), long ``[B]``."""
+TOKEN_IDS = "completion_ids"
+"""TRL's name of the completions' tokens."""
 
 
 def earlier_name(old: str, new: str) -> Callable[[Carrier], Carrier]:
@@ -120,6 +122,11 @@ class TokenBatch:
             return self.proximal_logps
         return torch.where(reported.isnan(), self.proximal_logps, reported)
 
+    @property
+    def token_ids(self) -> Tensor | None:
+        """Long ``[B, T]``, the completions' tokens; ``None`` in a batch that was not made by a trainer."""
+        return self.extras.get(TOKEN_IDS)
+
 
 @dataclass(frozen=True)
 class Denominators:
@@ -133,12 +140,17 @@ class Denominators:
         tokens: tokens that carry loss; a number, a 0-dim tensor, or ``[B, 1]`` per row.
         budget: the generation budget (``max_completion_length``), tokens; Dr.GRPO's constant.
         micro_batches: micro-batches of the step; read only by ``local_token_mean``.
+        prompts: groups of completions, ``rows`` divided by the completions of a prompt.
+        group_tokens: tokens that carry loss in all completions of a row's prompt, over all ranks; a number, or
+            ``[B, 1]`` per row. Not divided by the ranks. Only for aggregations that say ``per_prompt``; else NaN.
     """
 
     rows: float
     tokens: float | Tensor
     budget: float
     micro_batches: float = 1.0
+    prompts: float = float("nan")
+    group_tokens: float | Tensor = float("nan")
 
 
 @dataclass(frozen=True)

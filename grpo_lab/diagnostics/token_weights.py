@@ -84,8 +84,15 @@ FAMILIES: dict[str, WeightFamily] = {
     "dr_grpo": WeightFamily(1, scaled=False),
     "reinforce": WeightFamily(1, scaled=False),
     "mirror_descent": WeightFamily(1, scaled=False),
+    "gspo_token": WeightFamily(0, scaled=True),
+    "gmpo": WeightFamily(0, scaled=True),
+    "dppo_tv": WeightFamily(1, scaled=True),
+    "dppo_kl": WeightFamily(1, scaled=True),
+    "prime_rl": WeightFamily(1, scaled=False),
+    "clip_cov": WeightFamily(1, scaled=True),
+    "kl_cov": WeightFamily(1, scaled=True),
 }
-"""Preset → its family; ``ppo`` has advantages of tokens."""
+"""Preset → its family, of tokens that are not chosen; ``ppo`` has advantages of tokens."""
 
 
 def token_weights(loss: Tensor, logps: Tensor) -> Tensor:

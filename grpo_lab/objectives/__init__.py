@@ -9,6 +9,7 @@ from grpo_lab.objectives.aggregation import (
     aggregation,
     fixed_budget,
     local_token_mean,
+    prompt_mean,
     register_aggregation,
     sequence_mean,
     sequence_sum,
@@ -21,6 +22,8 @@ from grpo_lab.objectives.corrections import (
     register_correction,
     sampler_log_ratio,
 )
+from grpo_lab.objectives.covariance import ClipCov, KLCov
+from grpo_lab.objectives.geometric_mean import GeometricMean
 from grpo_lab.objectives.kl import AdaptiveKL, KLTerm, k1, k2, k3
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.mixed import MixedObjective, TaskObjective
@@ -33,12 +36,14 @@ from grpo_lab.objectives.ratios import (
     sequence_log_ratio,
     token_log_ratio,
 )
+from grpo_lab.objectives.trust_region import KLRegion, PrimeRL, TotalVariationRegion
 
 __all__ = [
-    "AGGREGATIONS", "CORRECTIONS", "PRESETS", "RATIO_LEVELS", "SURROGATES", "AdaptiveKL", "Aggregation", "Clipped",
-    "Correction", "Denominators", "DetachedWeight", "Gate", "Gather", "KLTerm", "LiteralRow", "MirrorDescent",
-    "MixedObjective", "Objective", "Preset", "Reinforce", "Selecting", "Surrogate", "TaskObjective", "TokenBatch",
-    "Unclipped", "aggregation", "fixed_budget", "is_ours", "k1", "k2", "k3", "literal_log_ratios", "local_token_mean",
-    "log_ratio", "preset", "register_aggregation", "register_correction", "register_objective", "sampler_log_ratio",
+    "AGGREGATIONS", "CORRECTIONS", "PRESETS", "RATIO_LEVELS", "SURROGATES", "AdaptiveKL", "Aggregation", "ClipCov",
+    "Clipped", "Correction", "Denominators", "DetachedWeight", "Gate", "Gather", "GeometricMean", "KLCov", "KLRegion",
+    "KLTerm", "LiteralRow", "MirrorDescent", "MixedObjective", "Objective", "Preset", "PrimeRL", "Reinforce",
+    "Selecting", "Surrogate", "TaskObjective", "TokenBatch", "TotalVariationRegion", "Unclipped", "aggregation",
+    "fixed_budget", "is_ours", "k1", "k2", "k3", "literal_log_ratios", "local_token_mean", "log_ratio", "preset",
+    "prompt_mean", "register_aggregation", "register_correction", "register_objective", "sampler_log_ratio",
     "sequence_log_ratio", "sequence_mean", "sequence_sum", "surrogate", "token_log_ratio", "token_mean",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo_lab import registry
@@ -18,7 +19,7 @@ from grpo_lab.batch import Denominators, masked_row_mean, masked_sum
 Aggregation = Callable[[Tensor, Tensor, Denominators], Tensor]
 """``aggregate(per_token_loss [B, T], mask [B, T], denominators) -> scalar``. One with an attribute ``local_denominator
 = True`` divides by what is in the local micro-batch, by definition; then rows stay in the micro-batches that TRL cuts.
-"""
+One with ``per_prompt = True`` reads ``denominators.group_tokens``, which are counted only then."""
 Rows = list[list[float]]
 RESERVED = ("name",)
 """Keys of ``aggregation: {…}`` that cannot be knobs."""
@@ -71,12 +72,27 @@ def sequence_sum(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tens
     return masked_sum(loss, mask) / denominators.rows
 
 
+def prompt_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """1/prompts Σ_i Σ_t loss / (tokens of all completions of i's prompt): every prompt counts the same, and all its
+    tokens.
+
+    Source: ScaleRL (arXiv 2510.13786, "prompt-level averaging"). The tokens of a prompt are counted when it is
+    generated, over all ranks, before a row is left out; so is the number of prompts. An optimizer step that trains on a
+    part of a prompt's completions (TRL shuffles rows) gets their part of that prompt's mean.
+    """
+    shares = loss / torch.as_tensor(denominators.group_tokens, device=loss.device).clamp(min=1)
+    return masked_sum(shares, mask) / denominators.prompts
+
+
+prompt_mean.__dict__["per_prompt"] = True
+
 AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_mean": sequence_mean,
     "token_mean": token_mean,
     "local_token_mean": local_token_mean,
     "fixed_budget": fixed_budget,
     "sequence_sum": sequence_sum,
+    "prompt_mean": prompt_mean,
 }
 
 #: the same over single floats, for the start-up proof: ``literal(rows of tokens, denominators) -> float``
@@ -86,6 +102,7 @@ LITERALS: dict[Aggregation, Callable[[Rows, Denominators], float]] = {
     local_token_mean: lambda rows, d: sum(map(sum, rows)) / sum(map(len, rows)) / d.micro_batches,
     fixed_budget: lambda rows, d: sum(map(sum, rows)) / (d.rows * d.budget),
     sequence_sum: lambda rows, d: sum(map(sum, rows)) / d.rows,
+    prompt_mean: lambda rows, d: sum(map(sum, rows)) / float(d.group_tokens) / d.prompts,
 }
 
 

@@ -14,8 +14,11 @@ from typing import Any
 from grpo_lab import registry
 from grpo_lab.objectives.aggregation import AGGREGATIONS
 from grpo_lab.objectives.clipped import Clipped, DetachedWeight, Reinforce, Unclipped
+from grpo_lab.objectives.covariance import ClipCov, KLCov
+from grpo_lab.objectives.geometric_mean import GeometricMean
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Surrogate
+from grpo_lab.objectives.trust_region import KLRegion, PrimeRL, TotalVariationRegion
 from grpo_lab.settings import did_you_mean
 
 
@@ -92,6 +95,40 @@ PRESETS: dict[str, Preset] = {
         "PPO, arXiv 1707.06347, with a value model (`value`); for language models as AlpacaFarm, arXiv 2305.14387",
         paper={"epsilon": 0.2, "lam": 0.95, "cliprange_value": 0.2},
     ),
+    "gspo_token": Preset(
+        "group_zscore",
+        "clipped",
+        "sequence_mean",
+        "GSPO-token, arXiv 2507.18071, §4.3",
+        ratio="sequence_token",
+        paper={"epsilon": 3e-4, "epsilon_high": 4e-4},
+    ),
+    "gmpo": Preset(
+        "group_zscore",
+        "gmpo",
+        "sequence_mean",
+        "GMPO, arXiv 2507.20673",
+        paper={"clip_low": 0.4, "clip_high": 0.4, "lr": 1e-6},
+    ),
+    "dppo_tv": Preset("group_zscore", "dppo_tv", "token_mean", "DPPO, arXiv 2602.04879", paper={"threshold_low": 0.15}),
+    "dppo_kl": Preset("group_zscore", "dppo_kl", "token_mean", "DPPO, arXiv 2602.04879", paper={"threshold_low": 0.05}),
+    "prime_rl": Preset(
+        "group_mean",
+        "prime_rl",
+        "token_mean",
+        "prime-rl's default loss, after DPPO, arXiv 2602.04879",
+        paper={"threshold_low": 0.2, "kl_tau": 1e-3},
+    ),
+    "clip_cov": Preset(
+        "group_zscore",
+        "clip_cov",
+        "token_mean",
+        "Clip-Cov, arXiv 2505.22617",
+        paper={"share": 2e-4, "cov_low": 1.0, "cov_high": 5.0, "epsilon": 0.2},
+    ),
+    "kl_cov": Preset(
+        "group_zscore", "kl_cov", "token_mean", "KL-Cov, arXiv 2505.22617", paper={"share": 2e-3, "coefficient": 1.0}
+    ),
 }
 
 SURROGATES: dict[str, Any] = {
@@ -100,6 +137,12 @@ SURROGATES: dict[str, Any] = {
     "clipped": Clipped,
     "cispo": DetachedWeight,
     "mirror_descent": MirrorDescent,
+    "gmpo": GeometricMean,
+    "dppo_tv": TotalVariationRegion,
+    "dppo_kl": KLRegion,
+    "prime_rl": PrimeRL,
+    "clip_cov": ClipCov,
+    "kl_cov": KLCov,
 }
 OUR_PRESETS = frozenset(PRESETS)
 #: what this package brings: proved by ``literal``, and not asked before every step

@@ -97,9 +97,10 @@ def _name(node: ast.stmt) -> str:
     return str(getattr(node, "name", ""))
 
 
-def tensors(seed: int, rows: int = 6, width: int = 9, spread: float = 0.5) -> TokenBatch:
+def tensors(seed: int, rows: int = 6, width: int = 9, spread: float = 0.5, per_token: bool = False) -> TokenBatch:
     """Make a float64 batch: rows of one to ``width`` tokens, padded on the right, log-ratios of either sign on both
-    sides of every clip, advantages ``[B, 1]`` of which one is 0, and a sampler beside the proximal policy."""
+    sides of every clip, advantages ``[B, 1]`` (or one a token) of which a row's are 0, and a sampler beside the
+    proximal policy."""
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -110,7 +111,7 @@ def tensors(seed: int, rows: int = 6, width: int = 9, spread: float = 0.5) -> To
     mask = torch.arange(width) < lengths
     logps = -normal(rows, width).abs() - 0.02
     old = logps - spread * normal(rows, width)
-    advantages = normal(rows, 1)
+    advantages = normal(rows, width if per_token else 1)
     advantages[-1] = 0.0
     logps.requires_grad_()
     return TokenBatch(
@@ -126,10 +127,14 @@ def tensors(seed: int, rows: int = 6, width: int = 9, spread: float = 0.5) -> To
 
 
 def ours(batch: TokenBatch, part: Any, averaged: str, ratio: str = "token") -> tuple[Tensor, Tensor]:
-    """Return loss and gradient by the log-probs of a surrogate (its name, or one that is built) with an aggregation."""
+    """Return loss and gradient by the log-probs of a surrogate (its name, or one that is built) with an aggregation;
+    the batch is a whole micro-batch."""
     batch = with_ratio(batch, ratio)
     push = surrogate(part) if isinstance(part, str) else part
-    loss = Objective("origin", push, aggregation(averaged), ratio).loss(batch, denominators(batch))
+    objective = Objective("origin", push, aggregation(averaged), ratio)
+    with torch.no_grad():
+        chosen = {one.selection: one.select(batch, lambda values: values) for one in objective.selecting}
+    loss = objective.loss(replace(batch, chosen=chosen), denominators(batch))
     return loss.detach(), gradient(loss, batch)
 
 
@@ -144,8 +149,11 @@ def gradient(loss: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def denominators(batch: TokenBatch) -> Denominators:
-    """Return the counts of ``batch`` as a whole optimizer step."""
-    return Denominators(float(batch.mask.size(0)), float(batch.mask.sum()), float(batch.mask.size(1)))
+    """Return the counts of ``batch`` as a whole optimizer step, its rows in groups of two."""
+    rows, width = batch.mask.shape
+    of_group = batch.mask.view(rows // 2, -1).sum(1).repeat_interleave(2).unsqueeze(1)
+    tokens = float(batch.mask.sum())
+    return Denominators(float(rows), tokens, float(width), prompts=rows / 2, group_tokens=of_group)
 
 
 def same(theirs: Tensor, batch: TokenBatch, mine: tuple[Tensor, Tensor]) -> Pairs:

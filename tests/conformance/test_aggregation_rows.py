@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_lab.batch import Denominators
 from grpo_lab.objectives import AGGREGATIONS, Aggregation, aggregation
 from reference import oracle
-from reference.cases import DENOMINATORS, FOUR, random_batch
+from reference.cases import COUNTS, DENOMINATORS, random_batch
 from tolerance import sum_gap
 
 
@@ -38,6 +38,7 @@ ROWS: dict[str, Row] = {
     "local_token_mean": Row(cut_matters=True, reads=("micro_batches",)),
     "fixed_budget": Row(reads=("rows", "budget")),
     "sequence_sum": Row(reads=("rows",)),
+    "prompt_mean": Row(reads=("prompts", "group_tokens")),
 }
 
 
@@ -74,7 +75,7 @@ def test_agrees_with_the_oracle(name: str, aggregate: Aggregation) -> None:
     loss, mask = case()
     total = int(mask.sum())
     expected = math.fsum(
-        oracle.token_weight(name, len(row), total, *FOUR) * value
+        oracle.token_weight(name, len(row), total, COUNTS) * value
         for row in ([v for v, take in zip(*pair) if take] for pair in zip(loss.tolist(), mask.tolist()))
         for value in row
     )
@@ -148,11 +149,10 @@ def test_whether_a_token_of_a_long_completion_counts_the_same(aggregate: Aggrega
     assert bool(torch.allclose(found, found[0].expand_as(found), rtol=1e-13)) is row.equal_tokens
 
 
-@pytest.mark.parametrize("denominator", ["rows", "tokens", "budget", "micro_batches"])
+@pytest.mark.parametrize("denominator", sorted(COUNTS))
 def test_divides_by_what_it_is_handed_and_by_nothing_else(aggregate: Aggregation, row: Row, denominator: str) -> None:
     loss, mask = case()
-    values = dict(zip(("rows", "tokens", "budget", "micro_batches"), FOUR))
-    doubled = Denominators(**{**values, denominator: 2 * values[denominator]})
+    doubled = Denominators(**{**COUNTS, denominator: 2 * COUNTS[denominator]})
     factor = 0.5 if denominator in row.reads else 1.0
     found, before = aggregate(loss, mask, doubled).item(), aggregate(loss, mask, DENOMINATORS).item()
     assert found == pytest.approx(factor * before, rel=1e-14)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.test_preset_rows import KLS, objective
+from conformance.test_preset_rows import KLS, PULLS, objective
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import AGGREGATIONS, PRESETS, Clipped, DetachedWeight, KLTerm, Objective, Unclipped
 from grpo_lab.trainer.exactness.loss_proof import is_sum_over_rows, prove_loss, vanishes_without_advantage
@@ -20,7 +20,7 @@ from grpo_lab.trainer.exactness.loss_proof import is_sum_over_rows, prove_loss, 
 def test_every_preset_is_proved(name: str, kl: KLTerm | None) -> None:
     point = objective(name, kl)
     assert "proved on a toy batch" in prove_loss(point.token_loss, point)
-    free = (kl is None or kl.placement == "reward") and name != "mirror_descent"  # which pulls on every row
+    free = (kl is None or kl.placement == "reward") and name not in PULLS
     assert vanishes_without_advantage(point.token_loss, point) is free
     assert is_sum_over_rows(point) is (name != "bnpo")
 

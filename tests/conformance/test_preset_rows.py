@@ -18,12 +18,12 @@ from grpo_lab.objectives import PRESETS, KLTerm, Objective, Preset, aggregation,
 from grpo_lab.objectives.ratios import RATIO_LEVELS
 from grpo_lab.trainer.scoring.advantages import last_own
 from reference import oracle
-from reference.cases import DENOMINATORS, FOUR, oracle_rows, padded, random_batch, rebuilt, rows_of
+from reference.cases import COUNTS, DENOMINATORS, oracle_rows, padded, random_batch, rebuilt, rows_of, unchosen
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
 HIGH = {"dapo": 0.28, "cispo": 5.0}
 """Authors' ``epsilon_high`` where the family's default would not do."""
-PULLS = {"mirror_descent"}
+PULLS = {"mirror_descent", "prime_rl", "kl_cov"}
 """Presets that act where the advantage is 0, too."""
 KLS = [None, KLTerm(0.3, "k2"), KLTerm(0.3, "k3", ratio_weighted=True)]
 
@@ -51,6 +51,11 @@ def batch_from_rewards(name: str, rewards: Tensor, seed: int = 0) -> TokenBatch:
     if row.advantage == "gae":
         return replace(batch, advantages=with_a_critic(rewards, batch.mask))
     return replace(batch, advantages=advantage_rule(row.advantage, **row.knobs)(rewards, 2).unsqueeze(1))
+
+
+def on_policy(batch: TokenBatch, ratio: str) -> TokenBatch:
+    """The policy sampled the batch itself; no token is chosen."""
+    return rebuilt(unchosen(batch), ratio, proximal_logps=batch.logps.detach(), extras={})
 
 
 def with_a_critic(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -95,22 +100,25 @@ def test_it_is_another_point_than_the_other_presets(name: str, row: Preset) -> N
 
 
 def test_it_has_a_page_that_names_its_parts_and_source(name: str, row: Preset) -> None:
-    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    assert len(page.splitlines()) <= 60
-    for part in (row.advantage, row.surrogate, row.aggregation, f'objective="{name}"'):
-        assert part in page, f"docs/algorithms/{name}.md does not name {part}"
+    """Its own, or its line in the table of all presets and that of its surrogate."""
+    parts = (row.advantage, row.surrogate, row.aggregation)
+    own = DOCS / f"{name}.md"
+    page = own.read_text(encoding="utf-8") if own.exists() else line_of("README.md", name)
+    for part in parts:
+        assert part in page, f"{name} does not name {part}"
+    text = page if own.exists() else page + line_of("surrogates.md", row.surrogate)
     for source in re.findall(r"\d{4}\.\d{5}", row.source):
-        assert source in page
-    for heading in (
-        "**Idea.**",
-        "**Formula.**",
-        "**Source.**",
-        "**Ours.**",
-        "**Authors.**",
-        "**In TRL.**",
-        "**Code.**",
-    ):
-        assert heading in page, f"docs/algorithms/{name}.md lacks {heading}"
+        assert source in text
+    if own.exists():
+        assert f'objective="{name}"' in page
+        assert len(page.splitlines()) <= 60
+        for heading in ("Idea", "Formula", "Source", "Ours", "Authors", "In TRL", "Code"):
+            assert f"**{heading}.**" in page, f"docs/algorithms/{name}.md lacks {heading}"
+
+
+def line_of(page: str, name: str) -> str:
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if line.startswith(f"| `{name}` |"))
 
 
 @pytest.mark.parametrize("kl", KLS, ids=lambda kl: "none" if kl is None else kl.estimator)
@@ -119,13 +127,14 @@ def test_from_rewards_to_gradient_it_is_the_oracle(name: str, row: Preset, kl: K
     loss, gradient = gradient_of(objective(name, kl), batch)
     expected = oracle.advantages(rule_of_the_oracle(row), REWARDS.tolist(), 2, **row.knobs)
     rows = [replace(r, advantages=[a] * len(r.logps)) for r, a in zip(oracle_rows(batch), expected)]
-    clip = {"clipped": {"low": 0.2, "high": HIGH.get(name, 0.2)}, "cispo": {"bound": 5.0}}.get(row.surrogate, {})
+    ends = {"low": 0.2, "high": HIGH.get(name, 0.2)}
+    clip = {"clipped": ends, "clip_cov": ends, "cispo": {"bound": 5.0}, **oracle.AUTHORS}.get(row.surrogate, {})
     value, slopes = oracle.loss_and_gradient(
         rows,
         surrogate_name=row.surrogate,
         ratio=row.ratio,
         aggregation=row.aggregation,
-        denominators=FOUR,
+        denominators=COUNTS,
         beta=0.0 if kl is None else kl.coefficient,
         estimator="k3" if kl is None else kl.estimator,
         ratio_weighted=kl is not None and kl.ratio_weighted,
@@ -175,7 +184,7 @@ def test_padding_permuting_and_splitting(name: str, row: Preset, kl: KLTerm | No
 
 def test_a_flipped_advantage_flips_the_on_policy_gradient(name: str, row: Preset) -> None:
     batch = batch_from_rewards(name, REWARDS)
-    still = rebuilt(batch, row.ratio, proximal_logps=batch.logps.detach())
+    still = on_policy(batch, row.ratio)
     _, gradient = gradient_of(objective(name), still)
     _, flipped = gradient_of(objective(name), rebuilt(still, row.ratio, advantages=-still.advantages))
     assert torch.equal(flipped, -gradient)
@@ -184,7 +193,7 @@ def test_a_flipped_advantage_flips_the_on_policy_gradient(name: str, row: Preset
 
 def test_a_step_along_the_gradient_makes_the_better_completion_likelier(name: str, row: Preset) -> None:
     batch = batch_from_rewards(name, REWARDS)
-    still = rebuilt(batch, row.ratio, proximal_logps=batch.logps.detach())
+    still = on_policy(batch, row.ratio)
     _, gradient = gradient_of(objective(name), still)
     assert (gradient[0][still.mask[0]] < 0).all()  # reward 1 against 0: up
     assert (gradient[5][still.mask[5]] < 0).all()  # reward 2 against 0.25

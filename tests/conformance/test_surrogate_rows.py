@@ -19,15 +19,21 @@ from grpo_lab.objectives import (
     AGGREGATIONS,
     RATIO_LEVELS,
     SURROGATES,
+    ClipCov,
     Clipped,
     DetachedWeight,
+    GeometricMean,
+    KLCov,
+    KLRegion,
     MirrorDescent,
     Objective,
+    PrimeRL,
     Reinforce,
+    TotalVariationRegion,
     Unclipped,
     log_ratio,
 )
-from reference.cases import DENOMINATORS, padded, poisoned, random_batch, rebuilt, rows_of
+from reference.cases import DENOMINATORS, changed, padded, poisoned, random_batch, rebuilt, rows_of, unchosen
 from tolerance import two_walks
 
 HOSTILE = [math.nan, math.inf, -math.inf]
@@ -60,6 +66,13 @@ ROWS: dict[str, Row] = {
     "mirror_descent": Row(MirrorDescent, pulls=True),
     "mirror_descent (tau 0)": Row(lambda: MirrorDescent(0.0), reads_ratio=False),
     "cispo (tight)": Row(lambda: DetachedWeight(0.9), detached=True),
+    "gmpo": Row(GeometricMean),
+    "dppo_tv": Row(TotalVariationRegion, reads_ratio=False),
+    "dppo_tv (asymmetric, truncated)": Row(lambda: TotalVariationRegion(0.1, 0.3, 20.0), reads_ratio=False),
+    "dppo_kl": Row(KLRegion, reads_ratio=False),
+    "prime_rl": Row(PrimeRL, reads_ratio=False, pulls=True),
+    "clip_cov": Row(ClipCov),
+    "kl_cov": Row(KLCov, pulls=True),
 }
 
 
@@ -168,12 +181,7 @@ def test_mask_equals_slice(row: Row, ratio: str) -> None:
     cut = torch.zeros_like(batch.mask)
     cut[:, :3] = True
     loss, gradient = loss_and_gradient(row, ratio, rebuilt(batch, ratio, mask=cut))
-    names = ("logps", "proximal_logps", "mask")
-    short = rebuilt(
-        replace(batch, mask=cut, ref_logps=None, entropies=None),
-        ratio,
-        **{name: (cut if name == "mask" else getattr(batch, name).detach())[:, :3] for name in names},
-    )
+    short = changed(rebuilt(batch, ratio, mask=cut), ratio, lambda values: values[:, :3])
     sliced, sliced_gradient = loss_and_gradient(row, ratio, short)
     assert loss == pytest.approx(sliced, rel=1e-13)
     torch.testing.assert_close(gradient[:, :3], sliced_gradient, rtol=1e-13, atol=1e-15)
@@ -211,7 +219,7 @@ def test_on_policy_the_push_is_the_score_times_the_advantage(row: Row, ratio: st
     """At ρ = 1 the token losses' sum has the gradient −Â at every token, whatever the level but the plain product."""
     if row.detached and row.make().bound < 1:
         pytest.skip("a bound below 1 damps on-policy tokens")
-    batch = random_batch(ratio=ratio, spread=0.0)
+    batch = unchosen(random_batch(ratio=ratio, spread=0.0))
     objective = Objective("row", row.make(), AGGREGATIONS["fixed_budget"], ratio)
     (gradient,) = torch.autograd.grad(objective.token_loss(batch).sum(), batch.logps)
     # a [B, 1] log-ratio stands in each of the row's |y| tokens, and each token moves it by 1/|y|: −Â again; a product

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_lab.batch import Denominators, TokenBatch
-from grpo_lab.objectives import log_ratio
+from grpo_lab.batch import SAMPLER_LOGPS, Denominators, TokenBatch
+from grpo_lab.objectives import SURROGATES, log_ratio
 from reference.oracle import Row
 
-DENOMINATORS = Denominators(rows=6.0, tokens=17.0, budget=9.0, micro_batches=3.0)
-FOUR = (6.0, 17.0, 9.0, 3.0)
-"""The same four numbers for the oracle."""
+COUNTS = {"rows": 6.0, "tokens": 17.0, "budget": 9.0, "micro_batches": 3.0, "prompts": 2.0, "group_tokens": 7.0}
+"""Denominators, by name for the oracle."""
+DENOMINATORS = Denominators(**COUNTS)
+SELECTIONS = [part.selection for part in SURROGATES.values() if hasattr(part, "selection")]
 
 
 def random_batch(
@@ -26,7 +29,8 @@ def random_batch(
     empty_row: bool = True,
     spread: float = 0.5,
 ) -> TokenBatch:
-    """A batch with holes in its mask (tool outputs), a row without any loss token, ratios on both sides of every clip.
+    """A batch with holes in its mask (tool outputs), a row without any loss token, ratios on both sides of every clip,
+    a sampler beside the proximal policy, and chosen tokens.
 
     Args:
         per_token: advantages ``[B, T]`` instead of ``[B, 1]``.
@@ -48,6 +52,10 @@ def random_batch(
     advantages = normal(rows, width if per_token else 1)
     shapes = {None: None, "token": (rows, width), "sequence": (rows, 1)}
     shape = shapes[weights]
+    entropies = normal(rows, width).abs()
+    sampler_weights = None if shape is None else normal(*shape).abs()
+    sampled = (old + 0.5 * spread * normal(rows, width)).clamp(max=-1e-3)
+    chosen = {name: torch.rand(rows, width, generator=random) < 0.3 for name in SELECTIONS}
     return TokenBatch(
         logps=logps,
         proximal_logps=old,
@@ -55,8 +63,10 @@ def random_batch(
         advantages=advantages,
         mask=mask,
         ref_logps=ref,
-        entropies=normal(rows, width).abs(),
-        sampler_weights=None if shape is None else normal(*shape).abs(),
+        entropies=entropies,
+        sampler_weights=sampler_weights,
+        extras={SAMPLER_LOGPS: sampled if spread else old},
+        chosen=chosen,
     )
 
 
@@ -69,50 +79,64 @@ def oracle_rows(batch: TokenBatch) -> list[Row]:
 
     columns = [
         spread(values)
-        for values in (batch.logps, batch.proximal_logps, batch.ref_logps, batch.advantages, batch.sampler_weights)
-    ]
-    chosen = batch.mask.tolist()
-    return [
-        Row(*([value for value, take in zip(column[i], chosen[i]) if take] for column in columns))
-        for i in range(len(chosen))
-    ]
+        for values in (
+            batch.logps, batch.proximal_logps, batch.ref_logps, batch.advantages, batch.sampler_weights,
+            batch.sampler_logps,
+        )
+    ]  # fmt: skip
+    taken = batch.mask.tolist()
+    rows = []
+    for i, take in enumerate(taken):
+        chosen = {name: [c for c, is_in in zip(of[i].tolist(), take) if is_in] for name, of in batch.chosen.items()}
+        rows.append(Row(*([v for v, is_in in zip(column[i], take) if is_in] for column in columns), chosen))
+    return rows
 
 
-def rebuilt(batch: TokenBatch, ratio: str, **changes: Tensor) -> TokenBatch:
+def rebuilt(batch: TokenBatch, ratio: str, **changes: Any) -> TokenBatch:
     """``batch`` with some fields changed, its log-probs a fresh leaf and its log-ratio made anew from both."""
-    batch = replace(batch, **changes)  # type: ignore[arg-type]
+    batch = replace(batch, **changes)
     logps = batch.logps.detach().clone().requires_grad_()
     return replace(batch, logps=logps, log_ratio=log_ratio(ratio, logps, batch.proximal_logps, batch.mask))
 
 
+def unchosen(batch: TokenBatch) -> TokenBatch:
+    """``batch`` without a chosen token."""
+    return replace(batch, chosen={name: torch.zeros_like(tokens) for name, tokens in batch.chosen.items()})
+
+
+def changed(batch: TokenBatch, ratio: str, change: Callable[[Tensor], Tensor]) -> TokenBatch:
+    """``batch`` with every field of its rows changed by the same function, ``extras`` and ``chosen`` too."""
+    names = ("logps", "proximal_logps", "ref_logps", "advantages", "mask", "entropies", "sampler_weights")
+    found = {name: change(value.detach()) for name in names if (value := getattr(batch, name)) is not None}
+    tables = {
+        name: {key: change(value) for key, value in getattr(batch, name).items()} for name in ("extras", "chosen")
+    }
+    return rebuilt(batch, ratio, **found, **tables)
+
+
 def padded(batch: TokenBatch, ratio: str, extra: int, fill: float) -> TokenBatch:
     """``batch`` with ``extra`` masked columns appended that hold ``fill`` in every per-token input."""
-    width = batch.mask.size(1)
+    rows, width = batch.mask.shape
 
-    def wider(values: Tensor | None) -> Tensor | None:
-        if values is None or values.size(1) != width or width == 1:
+    def wider(values: Tensor) -> Tensor:
+        if values.size(1) != width or width == 1:
             return values
-        return torch.cat([values.detach(), values.new_full((values.size(0), extra), fill)], dim=1)
+        return torch.cat([values, values.new_full((rows, extra), 0 if values.dtype == torch.bool else fill)], dim=1)
 
-    mask = torch.cat([batch.mask, torch.zeros(batch.mask.size(0), extra, dtype=torch.bool)], dim=1)
-    names = ("logps", "proximal_logps", "ref_logps", "advantages", "entropies", "sampler_weights")
-    return rebuilt(batch, ratio, mask=mask, **{name: wider(getattr(batch, name)) for name in names})  # type: ignore[arg-type]
+    return changed(batch, ratio, wider)
 
 
 def poisoned(batch: TokenBatch, ratio: str, fill: float) -> TokenBatch:
     """``batch`` with ``fill`` at the masked positions of every per-token input."""
-    names = ("logps", "proximal_logps", "ref_logps", "advantages", "entropies", "sampler_weights")
-    shape = batch.mask.shape
-    changed = {
-        name: value.detach().masked_fill(~batch.mask, fill)
-        for name in names
-        if (value := getattr(batch, name)) is not None and value.shape == shape
-    }
-    return rebuilt(batch, ratio, **changed)
+
+    def filled(values: Tensor) -> Tensor:
+        if values.shape != batch.mask.shape or values.dtype == torch.bool:
+            return values
+        return values.masked_fill(~batch.mask, fill)
+
+    return changed(batch, ratio, filled)
 
 
 def rows_of(batch: TokenBatch, ratio: str, chosen: Tensor) -> TokenBatch:
     """Some rows of ``batch``, in the order of ``chosen``."""
-    names = ("logps", "proximal_logps", "ref_logps", "advantages", "mask", "entropies", "sampler_weights")
-    changed = {name: value.detach()[chosen] for name in names if (value := getattr(batch, name)) is not None}
-    return rebuilt(batch, ratio, **changed)
+    return changed(batch, ratio, lambda values: values[chosen])

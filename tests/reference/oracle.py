@@ -7,9 +7,12 @@ of their *selected* tokens only, so that masking cannot be wrong here. NaN is sp
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 Rewards = list[float | None]
+CORRECTED = ("dppo_tv", "dppo_kl", "prime_rl")
+"""Surrogates whose ratio is against the sampler: no sampler weight on top."""
 
 
 # -- advantages --------------------------------------------------------------------------------------------------------
@@ -74,6 +77,8 @@ class Row:
     ref: list[float]
     advantages: list[float]
     weights: list[float]
+    sampler: list[float] = field(default_factory=list)
+    chosen: dict[str, list[bool]] = field(default_factory=dict)
 
 
 @dataclass
@@ -114,6 +119,58 @@ def surrogate(
     raise KeyError(name)
 
 
+def within_region(
+    row: Row, t: int, name: str, low: float, high: float, truncate: float = math.inf, kl_tau: float = 0.0
+) -> Push:
+    """DPPO and prime-rl: the ratio is against the sampler, whose log-probs are constants."""
+    new, was, advantage = math.exp(row.logps[t]), math.exp(row.sampler[t]), row.advantages[t]
+    far = abs(new - was)
+    if name == "dppo_kl":
+        far = was * math.log(was / new) + (1 - was) * math.log((1 - was) / (1 - new))
+    outside = new < was and far > low if advantage < 0 else new > was and far > high
+    push = 0.0 if outside else -min(new / was, truncate) * advantage
+    log_ratio = row.logps[t] - row.sampler[t]
+    return Push(push + kl_tau * log_ratio**2, 0.0, push + 2 * kl_tau * log_ratio)
+
+
+def kl_cov(row: Row, t: int, log_ratio: float, coefficient: float) -> Push:
+    push = -math.exp(log_ratio) * row.advantages[t]
+    if not row.chosen["kl_cov"][t]:
+        return Push(push, push, 0.0)
+    moved = row.logps[t] - row.old[t]
+    return Push(push + coefficient * abs(moved), push, coefficient * (1 if moved > 0 else -1 if moved < 0 else 0))
+
+
+def geometric_mean(row: Row, t: int, low: float, high: float) -> tuple[float, list[float]]:
+    """Value of token t and its derivatives by the log-probs of all tokens of the row."""
+    steps = [(new - old, advantage > 0) for new, old, advantage in zip(row.logps, row.old, row.advantages)]
+    free = [step < high if up else step > -low for step, up in steps]
+    counted = [step if is_free else (high if up else -low) for (step, up), is_free in zip(steps, free)]
+    value = -row.advantages[t] * math.exp(sum(counted) / len(counted))
+    return value, [value / len(counted) if is_free else 0.0 for is_free in free]
+
+
+AUTHORS = {
+    "gmpo": {"low": 0.4, "high": 0.4},
+    "dppo_tv": {"low": 0.15, "high": 0.15},
+    "dppo_kl": {"low": 0.05, "high": 0.05},
+    "prime_rl": {"low": 0.2, "high": 0.2, "kl_tau": 1e-3},
+    "kl_cov": {"coefficient": 1.0},
+}
+
+
+def push_of(name: str, row: Row, t: int, log_ratio: float, clip: dict[str, Any]) -> Push:
+    """One token, by the surrogate's name."""
+    if name in CORRECTED:
+        return within_region(row, t, name, **clip)
+    if name == "kl_cov":
+        return kl_cov(row, t, log_ratio, **clip)
+    if name == "clip_cov" and row.chosen["clip_cov"][t]:
+        return Push(0.0, 0.0, 0.0)
+    known = "clipped" if name == "clip_cov" else name
+    return surrogate(known, log_ratio, row.advantages[t], row.logps[t], **clip)
+
+
 def mirror_descent(row: Row, t: int, tau: float) -> Push:
     """Token t's share of −Â·log π(y) + (τ/2)·R²; its derivative by R is added by the caller."""
     response = sum(new - old for new, old in zip(row.logps, row.old))
@@ -134,21 +191,17 @@ def kl(estimator: str, logp: float, ref: float) -> tuple[float, float]:
     raise KeyError(estimator)
 
 
-def token_weight(
-    aggregation: str, length: int, total: int, rows: float, tokens: float, budget: float, micro: float
-) -> float:
-    """What one token's loss is multiplied by."""
-    if aggregation == "sequence_mean":
-        return 1 / length / rows
-    if aggregation == "token_mean":
-        return 1 / tokens
-    if aggregation == "local_token_mean":
-        return 1 / total / micro
-    if aggregation == "fixed_budget":
-        return 1 / (rows * budget)
-    if aggregation == "sequence_sum":
-        return 1 / rows
-    raise KeyError(aggregation)
+def token_weight(aggregation: str, length: int, total: int, counts: dict[str, float]) -> float:
+    """What one token's loss is multiplied by; ``total``: tokens of the micro-batch."""
+    divisor = {
+        "sequence_mean": length * counts["rows"],
+        "token_mean": counts["tokens"],
+        "local_token_mean": total * counts["micro_batches"],
+        "fixed_budget": counts["rows"] * counts["budget"],
+        "sequence_sum": counts["rows"],
+        "prompt_mean": counts["prompts"] * counts["group_tokens"],
+    }
+    return 1 / divisor[aggregation]
 
 
 def loss_and_gradient(
@@ -157,15 +210,14 @@ def loss_and_gradient(
     surrogate_name: str,
     ratio: str,
     aggregation: str,
-    denominators: tuple[float, float, float, float],
+    denominators: dict[str, float],
     beta: float = 0.0,
     estimator: str = "k3",
     ratio_weighted: bool = False,
     tau: float = 0.1,
-    **clip: float | None,
+    **clip: Any,
 ) -> tuple[float, list[list[float]]]:
-    """The scalar loss and d loss / d log π of every selected token. ``denominators`` = rows, tokens, budget,
-    micro-batches."""
+    """The scalar loss and d loss / d log π of every selected token."""
     total = sum(len(row.logps) for row in rows)
     loss, gradients = 0.0, []
     for row in rows:
@@ -180,23 +232,28 @@ def loss_and_gradient(
         held = ratio == "product" and sum(steps) >= 40  # e^40: from there on a constant
         if ratio == "product":
             steps = [min(sum(steps), 40.0)] * length
-        each = token_weight(aggregation, length, total, *denominators)
+        each = token_weight(aggregation, length, total, denominators)
         for t in range(length):
+            by_all = [0.0] * length
             if surrogate_name == "mirror_descent":
                 push = mirror_descent(row, t, tau)
+            elif surrogate_name == "gmpo":
+                mean, by_all = geometric_mean(row, t, **clip)
+                push = Push(mean, 0.0, 0.0)
             else:
-                push = surrogate(surrogate_name, steps[t], row.advantages[t], row.logps[t], **clip)  # type: ignore[arg-type]
-            value, by_log_ratio, by_logp = (
-                row.weights[t] * part for part in (push.value, push.by_log_ratio, push.by_logp)
-            )
+                push = push_of(surrogate_name, row, t, steps[t], clip)
+            weight = 1.0 if surrogate_name in CORRECTED else row.weights[t]
+            value, by_log_ratio, by_logp = (weight * part for part in (push.value, push.by_log_ratio, push.by_logp))
             if beta:
                 estimate, slope = kl(estimator, row.logps[t], row.ref[t])
-                weight = math.exp(steps[t]) if ratio_weighted else 1.0
-                value += beta * weight * estimate
-                by_logp += beta * weight * slope
-                by_log_ratio += beta * weight * estimate if ratio_weighted else 0.0
+                factor = math.exp(steps[t]) if ratio_weighted else 1.0
+                value += beta * factor * estimate
+                by_logp += beta * factor * slope
+                by_log_ratio += beta * factor * estimate if ratio_weighted else 0.0
             loss += each * value
             gradient[t] += each * by_logp
+            for u in range(length):
+                gradient[u] += each * weight * by_all[u]
             if surrogate_name == "mirror_descent":  # the response's log-ratio, which every token moves by 1
                 for u in range(length):
                     gradient[u] += each * row.weights[t] * tau / 2 * (row.logps[t] - row.old[t])

@@ -20,16 +20,22 @@ from grpo_lab.objectives import (
     AGGREGATIONS,
     RATIO_LEVELS,
     SURROGATES,
+    ClipCov,
     Clipped,
     DetachedWeight,
+    GeometricMean,
+    KLCov,
+    KLRegion,
     KLTerm,
     MirrorDescent,
     Objective,
+    PrimeRL,
     Reinforce,
+    TotalVariationRegion,
     Unclipped,
 )
 from reference import oracle
-from reference.cases import DENOMINATORS, FOUR, oracle_rows, random_batch
+from reference.cases import COUNTS, DENOMINATORS, oracle_rows, random_batch
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 PUSHES = {
@@ -42,6 +48,18 @@ PUSHES = {
     ],
     "mirror_descent": [(MirrorDescent(0.7), {"tau": 0.7}), (MirrorDescent(0.0), {"tau": 0.0})],
     "cispo": [(DetachedWeight(1.2), {"bound": 1.2}), (DetachedWeight(5.0), {"bound": 5.0})],
+    "gmpo": [(GeometricMean(), {"low": 0.4, "high": 0.4}), (GeometricMean(0.1, 0.6), {"low": 0.1, "high": 0.6})],
+    "dppo_tv": [
+        (TotalVariationRegion(), {"low": 0.15, "high": 0.15}),
+        (TotalVariationRegion(0.05, 0.1, 1.3), {"low": 0.05, "high": 0.1, "truncate": 1.3}),
+    ],
+    "dppo_kl": [(KLRegion(), {"low": 0.05, "high": 0.05}), (KLRegion(0.01, 0.02), {"low": 0.01, "high": 0.02})],
+    "prime_rl": [
+        (PrimeRL(), {"low": 0.2, "high": 0.2, "kl_tau": 1e-3}),
+        (PrimeRL(0.1, kl_tau=0.5), {"low": 0.1, "high": 0.1, "kl_tau": 0.5}),
+    ],
+    "clip_cov": [(ClipCov(), {"low": 0.2, "high": 0.2})],
+    "kl_cov": [(KLCov(), {"coefficient": 1.0}), (KLCov(coefficient=0.3), {"coefficient": 0.3})],
 }
 KLS = [None, *itertools.product(["k1", "k2", "k3"], [False, True])]
 
@@ -78,7 +96,7 @@ def compare(
         surrogate_name=name,
         ratio=ratio,
         aggregation=aggregation,
-        denominators=FOUR,
+        denominators=COUNTS,
         beta=0.0 if term is None else term.coefficient,
         estimator="k3" if kl is None else kl[0],
         ratio_weighted=False if kl is None else kl[1],

@@ -26,7 +26,7 @@ from grpo_lab.registry import address
 TokenLoss = Callable[[TokenBatch], Tensor]
 #: how near the loss and its formula are, in float64, relative and absolute
 CLOSE = 1e-12
-_DENOMINATORS = Denominators(rows=3.0, tokens=7.0, budget=5.0, micro_batches=2.0)
+_DENOMINATORS = Denominators(rows=3.0, tokens=7.0, budget=5.0, micro_batches=2.0, prompts=1.5, group_tokens=4.0)
 
 
 def toy_batch(objective: Objective, advantages: tuple[float, ...] = (1.5, -0.75, 0.5, -0.4)) -> TokenBatch:
@@ -57,7 +57,8 @@ def _batch(
     objective: Objective, advantages: Any, mask: Tensor, logps: Tensor, step: Tensor, to_ref: Tensor, entropies: Tensor
 ) -> TokenBatch:
     old = logps - step
-    sampler = old - 0.5 * torch.sin(5 * step)  # up to half a nat from the proximal policy, to either side
+    # up to half a nat from the proximal policy, to either side, and a probability
+    sampler = (old - 0.5 * torch.sin(5 * step)).clamp(max=-1e-3)
     logps.requires_grad_(True)
     batch = TokenBatch(
         logps=logps,

@@ -25,6 +25,7 @@ from grpo_lab.diagnostics.token_weights import (
     token_weights,
 )
 from grpo_lab.objectives import PRESETS, Objective, aggregation, log_ratio, preset, surrogate
+from reference.cases import SELECTIONS
 
 LENGTHS = [3, 1, 7, 2, 5, 4, 6, 2, 1, 7, 3, 3, 2, 4, 1, 5, 6, 2, 3, 4]
 GROUPS = [
@@ -60,6 +61,9 @@ BY_HAND = {
     "dr_grpo": lambda a, n: a / (20 * 16),
     "reinforce": lambda a, n: a / (20 * 16),
     "mirror_descent": lambda a, n: a / 20,
+    "gspo_token": lambda a, n: a / n / 20,
+    "gmpo": lambda a, n: a / n / 20,
+    **dict.fromkeys(("dppo_tv", "dppo_kl", "prime_rl", "clip_cov", "kl_cov"), lambda a, n: a / sum(LENGTHS)),
 }
 
 
@@ -80,7 +84,10 @@ def batch_of(objective: Objective, advantages: Tensor, lengths: list[int] = LENG
     logps = -1.5 + torch.sin(torch.arange(mask.numel(), dtype=torch.float64).view(mask.shape))
     logps = logps.masked_fill(~mask, math.nan).requires_grad_()  # what stands on padding is nobody's
     old = logps.detach() - moved
-    return TokenBatch(logps, old, log_ratio(objective.ratio, logps, old, mask), advantages.unsqueeze(1), mask)
+    return TokenBatch(
+        logps, old, log_ratio(objective.ratio, logps, old, mask), advantages.unsqueeze(1), mask,
+        chosen=dict.fromkeys(SELECTIONS, torch.zeros_like(mask)),
+    )  # fmt: skip
 
 
 def weights_of(name: str, advantages: Tensor | None = None, **changes: str) -> tuple[Tensor, TokenBatch]:
@@ -131,7 +138,12 @@ def test_groups_weigh_by_their_pass_rate(name: str, right: int) -> None:
 def test_pass_rates_by_hand() -> None:
     assert WeightFamily(1, scaled=False).of_pass_rate(0.25) == 0.375  # 2 · ¼ · ¾
     assert WeightFamily(0, scaled=True).of_pass_rate(0.5) == 1.0  # 2 · √¼
-    assert [name for name, family in FAMILIES.items() if family.unbiased] == ["dr_grpo", "reinforce", "mirror_descent"]
+    assert [name for name, family in FAMILIES.items() if family.unbiased] == [
+        "dr_grpo",
+        "reinforce",
+        "mirror_descent",
+        "prime_rl",
+    ]
 
 
 def test_the_plain_product_of_ratios_makes_grpo_weigh_every_token_alike() -> None:
