@@ -9,10 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from grpo_lab import registry
-from grpo_lab.advantages.group import RULES, BatchZScore, GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
+from grpo_lab.advantages.group import BatchZScore, GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
 from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
 from grpo_lab.advantages.returns import GAE, Returns, gae, reads_values, reward_to_go
-from grpo_lab.advantages.whiten import Moments, level_of, masked_moments, reads_steps, token_rule, whiten
+from grpo_lab.advantages.success_rate import MaxRL, PassAtK, PasskMargin
+from grpo_lab.advantages.whiten import Moments, level_of, masked_moments, reads_steps, takes_penalty, token_rule, whiten
+from grpo_lab.advantages.whole_table import GDPO, OPO, ReinforcePPBaseline
 
 AdvantageRule = Callable[[Tensor, int], Tensor]
 """``rule(rewards [N], group_size) -> advantages [N]``; groups contiguous; NaN rewards (unscorable) get 0.
@@ -23,11 +25,28 @@ place of the rewards; or, in two stages, ``"token"``."""
 RESERVED = ("name",)
 """Keys of ``advantage: {…}`` that cannot be knobs."""
 
+#: rules that make one advantage per completion (levels ``row`` and ``table``)
+RULES: dict[str, Callable[..., Any]] = {
+    "raw": Raw,
+    "group_mean": GroupMean,
+    "group_zscore": GroupZScore,
+    "batch_zscore": BatchZScore,
+    "leave_one_out": LeaveOneOut,
+    "group_max": GroupMax,
+    "maxrl": MaxRL,
+    "pass_at_k": PassAtK,
+    "passk_margin": PasskMargin,
+    "gdpo": GDPO,
+    "opo": OPO,
+    "reinforce_pp_baseline": ReinforcePPBaseline,
+}
 #: rules that make advantages per token (``level``): ``rule(table) -> [B, T]`` of this rank's rows
 TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process, "returns": Returns, "gae": GAE}
 
 __all__ = [
     "GAE",
+    "GDPO",
+    "OPO",
     "RULES",
     "TOKEN_RULES",
     "AdvantageRule",
@@ -36,9 +55,13 @@ __all__ = [
     "GroupMean",
     "GroupZScore",
     "LeaveOneOut",
+    "MaxRL",
     "Moments",
+    "PassAtK",
+    "PasskMargin",
     "Process",
     "Raw",
+    "ReinforcePPBaseline",
     "Returns",
     "StepTable",
     "advantage_rule",
@@ -51,6 +74,7 @@ __all__ = [
     "register_advantage",
     "reward_to_go",
     "spread",
+    "takes_penalty",
     "token_rule",
     "whiten",
 ]

@@ -8,9 +8,7 @@ whose rewards are all equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +54,8 @@ def has_equal(values: Tensor, group: Tensor, groups: int) -> Tensor:
     return high <= low
 
 
+#: added to a divisor by verl's rules, and by the code that grew out of it
+VERLS_EPSILON = 1e-6
 #: setting ``std`` of a rule → what is taken from n in the denominator
 DEVIATIONS = {"population": 0, "sample": 1}
 
@@ -74,6 +74,12 @@ def deviation(values: Tensor, dim: int, keepdim: bool = False, std: str = "sampl
     return found.squeeze(dim)
 
 
+def check_epsilon(epsilon: float) -> None:
+    """Raise ValueError unless the knob ``epsilon`` is a finite number ≥ 0."""
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise ValueError(f"`advantage.epsilon` is {epsilon}; it must be a finite number ≥ 0")
+
+
 @dataclass(frozen=True)
 class StdNormalized:
     """Knobs of the rules that divide by a standard deviation: which one, and what is added to it."""
@@ -82,8 +88,7 @@ class StdNormalized:
     std: str = "sample"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
-            raise ValueError(f"`advantage.epsilon` is {self.epsilon}; it must be a finite number ≥ 0")
+        check_epsilon(self.epsilon)
         if self.std not in DEVIATIONS:
             allowed = f"{list(DEVIATIONS)} (n or n − 1 in the denominator)"
             raise ValueError(f"`advantage.std` is {self.std!r}; it must be one of {allowed}")
@@ -179,13 +184,3 @@ class BatchZScore(GroupZScore):
         grouped = by_group(rewards, group_size)
         std = deviation(grouped.reshape(-1), 0, False, self.std)
         return scorable((grouped - group_average(grouped)) / (std + self.epsilon), rewards)
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    "raw": Raw,
-    "group_mean": GroupMean,
-    "group_zscore": GroupZScore,
-    "batch_zscore": BatchZScore,
-    "leave_one_out": LeaveOneOut,
-    "group_max": GroupMax,
-}

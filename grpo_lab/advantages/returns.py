@@ -4,13 +4,14 @@ values."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.group import RULES
+from grpo_lab.advantages.group import GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
 from grpo_lab.batch import RewardTable, safe
 
 #: λ of generalised advantage estimation
@@ -45,7 +46,13 @@ def reward_to_go(values: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     return torch.zeros_like(summed).scatter(1, order, summed).masked_fill(~mask, 0.0)
 
 
-DELTAS = {name: rule for name, rule in RULES.items() if name != "batch_zscore"}
+DELTAS: dict[str, Callable[[], Callable[[Tensor, int], Tensor]]] = {
+    "raw": Raw,
+    "group_mean": GroupMean,
+    "group_zscore": GroupZScore,
+    "leave_one_out": LeaveOneOut,
+    "group_max": GroupMax,
+}
 
 
 @dataclass(frozen=True)

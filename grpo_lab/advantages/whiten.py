@@ -96,6 +96,12 @@ def reads_steps(rule: Any) -> bool:
     return bool(getattr(rule, "reads_steps", False))
 
 
+def takes_penalty(rule: Any) -> bool:
+    """Return whether a KL may be charged to the reward that the rule reads: not where it asks for successes, or divides
+    each reward by its own deviation."""
+    return bool(getattr(rule, "takes_penalty", True))
+
+
 def token_rule(rule: Rule) -> Rule:
     """Decorate a function ``f(table) -> [B, T]`` as a rule of level ``token``."""
     rule.level = "token"  # type: ignore[attr-defined]

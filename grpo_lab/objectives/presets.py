@@ -88,6 +88,15 @@ PRESETS: dict[str, Preset] = {
         "Kimi k1.5, arXiv 2501.12599, section 2.3.2",
         paper={"tau": "undisclosed"},
     ),
+    "maxrl": Preset(
+        "maxrl", "clipped", "token_mean", "MaxRL, arXiv 2602.02710", paper={"epsilon": 0.2, "beta": 0.0, "lr": 1e-6}
+    ),
+    "pass_at_k": Preset("pass_at_k", "clipped", "token_mean", "Pass@k Training, arXiv 2508.10751"),
+    "gdpo": Preset("gdpo", "clipped", "sequence_mean", "GDPO, arXiv 2601.05242"),
+    "opo": Preset("opo", "reinforce", "token_mean", "OPO, arXiv 2505.23585; strictly on-policy", paper={"beta": 0.0}),
+    "reinforce_pp_baseline": Preset(
+        "reinforce_pp_baseline", "clipped", "token_mean", "REINFORCE++ with baseline, arXiv 2501.03262"
+    ),
     "ppo": Preset(
         "gae",
         "clipped",

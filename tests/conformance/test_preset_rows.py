@@ -18,11 +18,15 @@ from grpo_lab.objectives import PRESETS, KLTerm, Objective, Preset, aggregation,
 from grpo_lab.objectives.ratios import RATIO_LEVELS
 from grpo_lab.trainer.scoring.advantages import last_own
 from reference import oracle
-from reference.cases import COUNTS, DENOMINATORS, oracle_rows, padded, random_batch, rebuilt, rows_of, unchosen
+from reference.cases import COUNTS, DENOMINATORS, applied, oracle_rows, padded, random_batch, rebuilt, rows_of, unchosen
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
 HIGH = {"dapo": 0.28, "cispo": 5.0}
 """Authors' ``epsilon_high`` where the family's default would not do."""
+RULE = {"pass_at_k": {"k": 1}}
+"""Knobs of the rule for groups of two."""
+SHIFTED = {"reinforce_pp_baseline"}
+"""Presets whose rule gives a group of equal rewards an advantage."""
 PULLS = {"mirror_descent", "prime_rl", "kl_cov"}
 """Presets that act where the advantage is 0, too."""
 KLS = [None, KLTerm(0.3, "k2"), KLTerm(0.3, "k3", ratio_weighted=True)]
@@ -50,7 +54,8 @@ def batch_from_rewards(name: str, rewards: Tensor, seed: int = 0) -> TokenBatch:
     batch = random_batch(seed, rows=6, ratio=row.ratio, empty_row=False)
     if row.advantage == "gae":
         return replace(batch, advantages=with_a_critic(rewards, batch.mask))
-    return replace(batch, advantages=advantage_rule(row.advantage, **row.knobs)(rewards, 2).unsqueeze(1))
+    rule = advantage_rule(row.advantage, **row.knobs, **RULE.get(name, {}))
+    return replace(batch, advantages=applied(rule, rewards, 2, torch.tensor(LENGTHS)).unsqueeze(1))
 
 
 def on_policy(batch: TokenBatch, ratio: str) -> TokenBatch:
@@ -74,6 +79,7 @@ def rule_of_the_oracle(row: Preset) -> str:
 
 REWARDS = torch.tensor([1.0, 0.0, 0.1, 0.1, 0.25, 2.0], dtype=torch.float64)
 """The second group is dead."""
+LENGTHS = [2, 5, 3, 3, 4, 6]
 
 
 def gradient_of(objective: Objective, batch: TokenBatch) -> tuple[float, Tensor]:
@@ -100,13 +106,17 @@ def test_it_is_another_point_than_the_other_presets(name: str, row: Preset) -> N
 
 
 def test_it_has_a_page_that_names_its_parts_and_source(name: str, row: Preset) -> None:
-    """Its own, or its line in the table of all presets and that of its surrogate."""
+    """Its own, or its line in the table of all presets and those of its parts."""
     parts = (row.advantage, row.surrogate, row.aggregation)
     own = DOCS / f"{name}.md"
     page = own.read_text(encoding="utf-8") if own.exists() else line_of("README.md", name)
     for part in parts:
         assert part in page, f"{name} does not name {part}"
-    text = page if own.exists() else page + line_of("surrogates.md", row.surrogate)
+    text = (
+        page
+        if own.exists()
+        else page + line_of("surrogates.md", row.surrogate) + line_of("advantages.md", row.advantage)
+    )
     for source in re.findall(r"\d{4}\.\d{5}", row.source):
         assert source in text
     if own.exists():
@@ -125,7 +135,8 @@ def line_of(page: str, name: str) -> str:
 def test_from_rewards_to_gradient_it_is_the_oracle(name: str, row: Preset, kl: KLTerm | None) -> None:
     batch = batch_from_rewards(name, REWARDS)
     loss, gradient = gradient_of(objective(name, kl), batch)
-    expected = oracle.advantages(rule_of_the_oracle(row), REWARDS.tolist(), 2, **row.knobs)
+    knobs = {**row.knobs, **RULE.get(name, {})}
+    expected = oracle.advantages(rule_of_the_oracle(row), REWARDS.tolist(), 2, lengths=LENGTHS, **knobs)
     rows = [replace(r, advantages=[a] * len(r.logps)) for r, a in zip(oracle_rows(batch), expected)]
     ends = {"low": 0.2, "high": HIGH.get(name, 0.2)}
     clip = {"clipped": ends, "clip_cov": ends, "cispo": {"bound": 5.0}, **oracle.AUTHORS}.get(row.surrogate, {})
@@ -149,7 +160,7 @@ def test_a_dead_group_has_exactly_no_gradient_unless_a_kl_acts_on_it(name: str) 
     if name in PULLS:
         pytest.skip("pulls on every row")
     batch = batch_from_rewards(name, REWARDS)
-    assert (gradient_of(objective(name), batch)[1][2:4] == 0).all()
+    assert bool((gradient_of(objective(name), batch)[1][2:4] == 0).all()) is (name not in SHIFTED)
     batch = batch_from_rewards(name, REWARDS)
     assert (gradient_of(objective(name, KLTerm(0.3, "k2")), batch)[1][2:4] != 0).any()
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lab.batch import SAMPLER_LOGPS, Denominators, TokenBatch
+from grpo_lab.advantages import level_of
+from grpo_lab.batch import SAMPLER_LOGPS, Denominators, RewardTable, TokenBatch
 from grpo_lab.objectives import SURROGATES, log_ratio
 from reference.oracle import Row
 
@@ -17,6 +18,20 @@ COUNTS = {"rows": 6.0, "tokens": 17.0, "budget": 9.0, "micro_batches": 3.0, "pro
 """Denominators, by name for the oracle."""
 DENOMINATORS = Denominators(**COUNTS)
 SELECTIONS = [part.selection for part in SURROGATES.values() if hasattr(part, "selection")]
+
+
+def applied(rule: Any, rewards: Tensor, size: int, lengths: Tensor | None = None) -> Tensor:
+    """The advantages of a rule of level ``row`` or ``table``; completions have 1 to 6 tokens unless ``lengths`` are
+    given."""
+    if level_of(rule) == "row":
+        return rule(rewards, size)  # type: ignore[no-any-return]
+    if lengths is None:
+        lengths = torch.tensor(some_lengths(rewards.numel()))
+    return rule(RewardTable(rewards.unsqueeze(1), ("r",), torch.ones(1), size, lengths=lengths))  # type: ignore[no-any-return]
+
+
+def some_lengths(rows: int) -> list[int]:
+    return [1 + 5 * row % 7 % 6 for row in range(rows)]
 
 
 def random_batch(

@@ -6,6 +6,7 @@ of their *selected* tokens only, so that masking cannot be wrong here. NaN is sp
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,19 +31,38 @@ def _std(values: list[float], std: str) -> float:
     return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / count)
 
 
-def advantages(rule: str, rewards: Rewards, group_size: int, epsilon: float = 1e-4, std: str = "sample") -> list[float]:
-    """Advantages of a batch of whole groups; unscorable rows get 0."""
+EPSILON = {"maxrl": 1e-6, "pass_at_k": 1e-6, "passk_margin": 1e-6, "reinforce_pp_baseline": 1e-8}
+"""1e-4 elsewhere."""
+
+
+def advantages(
+    rule: str, rewards: Rewards, group_size: int, epsilon: float | None = None, std: str = "sample",
+    lengths: list[int] | None = None, **knobs: float | str,
+) -> list[float]:  # fmt: skip
+    """Advantages of a batch of whole groups; unscorable rows get 0. ``lengths``: tokens of each completion."""
+    epsilon = EPSILON.get(rule, 1e-4) if epsilon is None else epsilon
+    if rule == "gdpo":
+        return gdpo([[reward] for reward in rewards], [1.0], group_size, epsilon, std)
+    if rule == "reinforce_pp_baseline":
+        return _normalised_over_the_batch(rewards, group_size, lengths or [], epsilon, std, **knobs)  # type: ignore[arg-type]
     everything = [reward for reward in rewards if reward is not None]
     result: list[float] = []
     for start in range(0, len(rewards), group_size):
         group = rewards[start : start + group_size]
         known = [reward for reward in group if reward is not None]
+        tokens = [n for n, r in zip((lengths or [])[start : start + group_size], group) if r is not None]
         for index, reward in enumerate(group):
             if reward is None:
                 result.append(0.0)
                 continue
             others = [other for j, other in enumerate(group) if j != index and other is not None]
-            result.append(_advantage(rule, reward, known, others, everything, epsilon, std))
+            if rule == "pass_at_k":
+                result.append(_pass_at_k(reward, others, epsilon, **knobs))  # type: ignore[arg-type]
+            elif rule == "opo":
+                weights = tokens if sum(tokens) else [1] * len(known)
+                result.append(reward - math.fsum(n * r for n, r in zip(weights, known)) / sum(weights))
+            else:
+                result.append(_advantage(rule, reward, known, others, everything, epsilon, std))
     return result
 
 
@@ -55,14 +75,53 @@ def _advantage(
         return reward if reward == max(group) else 0.0
     if rule == "leave_one_out":
         return reward - _mean(others) if others else 0.0
+    if rule == "passk_margin":
+        return max(reward - max(others), 0.0) if others else 0.0  # what the best reward would lose without it
     centred = reward - _mean(group)
     if rule == "group_mean":
         return centred
+    if rule == "maxrl":
+        return centred / (_mean(group) + epsilon) if any(group) else 0.0
     if rule == "group_zscore":
         return centred / (_std(group, std) + epsilon)
     if rule == "batch_zscore":
         return centred / (_std(everything, std) + epsilon)
     raise KeyError(rule)
+
+
+def _pass_at_k(reward: float, others: list[float], epsilon: float, k: int = 4, success: float = 1.0) -> float:
+    """Every subset of k completions of the group passes or fails; the mean z-score of those that hold this one."""
+    right = [r >= success for r in (reward, *others)]
+    subsets = list(itertools.combinations(range(len(right)), k))
+    passed = [float(any(right[i] for i in subset)) for subset in subsets]
+    if len(set(passed)) < 2:
+        return 0.0
+    mean = _mean(passed)
+    mine = _mean([p for p, subset in zip(passed, subsets) if 0 in subset])
+    return (mine - mean) / (_std(passed, "population") + epsilon)
+
+
+def gdpo(
+    rows: list[Rewards], weights: list[float], group_size: int, epsilon: float, std: str = "sample"
+) -> list[float]:
+    """Rows of several rewards each: normalised one by one, weighted and summed, normalised over the batch."""
+    summed: list[float | None] = [None if all(r is None for r in row) else 0.0 for row in rows]
+    for column, weight in enumerate(weights):
+        scores = advantages("group_zscore", [row[column] for row in rows], group_size, epsilon, std)
+        summed = [None if s is None else s + weight * z for s, z in zip(summed, scores)]
+    known = [s for s in summed if s is not None]
+    return [0.0 if s is None else (s - _mean(known)) / (_std(known, std) + epsilon) for s in summed]
+
+
+def _normalised_over_the_batch(
+    rewards: Rewards, group_size: int, lengths: list[int], epsilon: float, std: str, over: str = "tokens"
+) -> list[float]:
+    centred = advantages("group_mean", rewards, group_size)
+    counts = [n if over == "tokens" else 1 for n in lengths]
+    tokens = [c for c, r, n in zip(centred, rewards, counts) if r is not None for _ in range(n)]
+    mean = _mean(tokens) if tokens else 0.0
+    deviation = math.sqrt(_std(tokens, std) ** 2 + epsilon)
+    return [0.0 if r is None else (c - mean) / deviation for c, r in zip(centred, rewards)]
 
 
 # -- loss and its gradient ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_lab.advantages import RULES, advantage_rule
-from grpo_lab.batch import TokenBatch
+from grpo_lab.advantages import RULES, advantage_rule, level_of
+from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.objectives import (
     AGGREGATIONS,
     RATIO_LEVELS,
@@ -35,7 +36,7 @@ from grpo_lab.objectives import (
     Unclipped,
 )
 from reference import oracle
-from reference.cases import COUNTS, DENOMINATORS, oracle_rows, random_batch
+from reference.cases import COUNTS, DENOMINATORS, applied, oracle_rows, random_batch
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 PUSHES = {
@@ -137,6 +138,16 @@ def test_any_shape(
     compare(batch, name, push, ratio, aggregation, kl, clip)
 
 
+STDS: tuple[dict[str, Any], ...] = ({"std": "sample"}, {"std": "population"})
+KNOBS_OF: dict[str, tuple[dict[str, Any], ...]] = {
+    "group_zscore": STDS,
+    "batch_zscore": STDS,
+    "gdpo": STDS,
+    "pass_at_k": ({"k": 1, "success": 0.1}, {"k": 2, "success": 0.5}, {"k": 3}),
+    "reinforce_pp_baseline": (*STDS, {"over": "completions"}),
+}
+
+
 @pytest.mark.parametrize("rule", sorted(RULES))
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
@@ -146,11 +157,27 @@ def test_advantages(rule: str, data: st.DataObject) -> None:
     one = st.one_of(st.none(), st.integers(-20, 20).map(lambda tenths: tenths / 10))
     rewards = data.draw(st.lists(one, min_size=size, max_size=4 * size).map(lambda r: r[: len(r) // size * size]))
     tensor = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
-    for std in ("sample", "population") if "zscore" in rule else ("sample",):
-        expected = oracle.advantages(rule, rewards, size, std=std)
-        made = advantage_rule(rule, **({"std": std} if "zscore" in rule else {}))
+    if rule == "maxrl":
+        tensor = tensor.abs()
+    if level_of(RULES[rule]) == "table":  # whose weighted sum has float32's resolution
+        tensor = tensor.float().double()
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=len(rewards), max_size=len(rewards)))
+    known = [None if math.isnan(reward) else reward for reward in tensor.tolist()]
+    for knobs in KNOBS_OF.get(rule, ({},)):
+        expected = oracle.advantages(rule, known, size, lengths=lengths, **knobs)
+        found = applied(advantage_rule(rule, **knobs), tensor, size, torch.tensor(lengths))
         # z-scores divide by std + 1e-4: a dead group's rounding of 1e-17 becomes 1e-13
-        assert made(tensor, size).tolist() == pytest.approx(expected, rel=1e-10, abs=1e-11)
+        assert found.tolist() == pytest.approx(expected, rel=1e-10, abs=1e-11)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_gdpo_of_several_rewards(data: st.DataObject) -> None:
+    one = st.one_of(st.none(), st.integers(-4, 4).map(lambda tenths: tenths / 10))
+    rows = data.draw(st.lists(st.lists(one, min_size=3, max_size=3), min_size=8, max_size=8))
+    values = torch.tensor([[math.nan if r is None else r for r in row] for row in rows], dtype=torch.float64)
+    found = advantage_rule("gdpo")(RewardTable(values, ("a", "b", "c"), torch.tensor([1.0, 0.5, -2.0]), 4))
+    assert found.tolist() == pytest.approx(oracle.gdpo(rows, [1.0, 0.5, -2.0], 4, 1e-4), rel=1e-10, abs=1e-9)
 
 
 def flipped(batch: TokenBatch) -> Tensor:

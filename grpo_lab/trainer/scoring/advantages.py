@@ -15,11 +15,9 @@ advantages are 0, and its returns are NaN, which no loss reads.
 If a team's ``compute_advantages`` calls ``super()`` and there is no rule of ours, the advantages are TRL's own:
 
     sum_then_normalize    the rule that ``scale_rewards`` names, on the weighted sum
-    normalize_then_sum    z_ik = (r_ik − mean of its group) / (std of its group + 1e-4) for each reward k;
-                          s_i = Σ_k w_k z_ik;  Â_i = (s_i − mean of all s) / (std of all s + 1e-4)
-                          (GDPO, arXiv 2601.05242)
+    normalize_then_sum    the rule ``gdpo``
 
-Rows that no reward could score (NaN) get 0. Source: TRL 1.16, ``_generate_and_score_completions``.
+Source: TRL 1.16, ``_generate_and_score_completions``.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages import Moments, advantage_rule, masked_moments, whiten
-from grpo_lab.advantages.group import deviation
+from grpo_lab.advantages import GDPO, Moments, advantage_rule, masked_moments, whiten
 from grpo_lab.batch import RewardTable, safe
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge
@@ -220,14 +217,7 @@ def write_advantages(
 def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> Tensor:
     """Return the advantages ``[N]`` of ``table`` for TRL's settings. Raise ValueError for settings that TRL lacks."""
     if aggregation == "normalize_then_sum":
-        values = table.values.double()
-        grouped = values.view(-1, table.group_size, values.size(1))
-        centred = grouped - grouped.nanmean(dim=1, keepdim=True)
-        scaled = (centred / (deviation(grouped, dim=1, keepdim=True) + 1e-4)).view_as(values)
-        total = (scaled * table.weights.to(scaled)).nansum(dim=1)
-        total = total.masked_fill(values.isnan().all(dim=1), float("nan"))
-        advantages = (total - total.nanmean()) / (deviation(total, dim=0) + 1e-4)
-        return advantages.nan_to_num(nan=0.0).to(table.values.dtype)
+        return GDPO()(table)
     rules = {scaling: name for name, scaling in TRL_SCALING.items()}
     if aggregation != "sum_then_normalize" or scale_rewards not in rules:
         raise ValueError(

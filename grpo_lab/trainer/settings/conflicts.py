@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lab.advantages import reads_values
 from grpo_lab.engines.vllm.sampling_keys import refuse_ends, refuse_keys, refuse_two_names
 from grpo_lab.settings import from_json
+from grpo_lab.trainer.settings.advantage_conflicts import OF_RULES
 from grpo_lab.trainer.settings.limits import NOT_TRLS
 from grpo_lab.trainer.settings.parse import LabSettings
 
@@ -309,19 +309,7 @@ BEFORE: tuple[Conflict, ...] = (
 
 
 AFTER: tuple[Conflict, ...] = (
-    (
-        lambda c: c.ours.value is not None and not reads_values(c.algorithm.advantage),
-        "`value` is set, and no critic is asked for: the advantage rule is {algorithm.names[advantage]!r}; set "
-        "`objective: ppo` (or `advantage: gae`), or leave `value` out",
-    ),
-    (
-        lambda c: c.ours.objective is None and reads_values(c.algorithm.advantage),
-        "`advantage` is 'gae', which needs a critic: set `objective` (e.g. 'ppo') beside it",
-    ),
-    (
-        lambda c: c.algorithm.value is not None and c.ours.update.dead_groups == "resample",
-        "`update.dead_groups` is 'resample', and with a critic, where all have returns, no group is dead: leave it out",
-    ),
+    *OF_RULES,
     (
         lambda c: getattr(c.algorithm.value, "missing_eos_penalty", None) and c.args.mask_truncated_completions,
         "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, on the same rows; leave one out",

@@ -12,17 +12,24 @@ import torch
 from torch import Tensor
 
 from grpo_lab.advantages import (
+    GDPO,
+    OPO,
     RULES,
     BatchZScore,
     GroupMax,
     GroupMean,
     GroupZScore,
     LeaveOneOut,
+    MaxRL,
+    PassAtK,
+    PasskMargin,
     Raw,
+    ReinforcePPBaseline,
     advantage_rule,
 )
 from grpo_lab.advantages.group import deviation, is_dead
 from grpo_lab.batch import RewardTable
+from reference.cases import applied
 
 NAN = math.nan
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0, 3.0, 1.0, 1.0, 3.0], dtype=torch.float64)  # two groups of four
@@ -58,11 +65,49 @@ def close(found: Tensor, expected: list[float], tolerance: float = 1e-12) -> Non
         # 1 − 0; 0 − 1/3 three times; 3 − 5/3, 1 − 7/3, …
         (LeaveOneOut(), [1, -1 / 3, -1 / 3, -1 / 3, 4 / 3, -4 / 3, -4 / 3, 4 / 3]),
         (GroupMax(), [1, 0, 0, 0, 3, 0, 0, 3]),  # ties are kept
+        (MaxRL(epsilon=0.0), [3, -1, -1, -1, 0.5, -0.5, -0.5, 0.5]),
+        # 3 failures of 4, pairs: C(3, 2)/C(4, 2) = ½ fail, σ ½; beside a failure C(2, 1)/C(3, 1) = ⅔ fail
+        (PassAtK(k=2, epsilon=0.0), [1, -1 / 3, -1 / 3, -1 / 3, 0, 0, 0, 0]),
+        # 2 failures: a sixth of the pairs fails, σ √5/6; beside a failure a third
+        (PassAtK(k=2, success=3.0, epsilon=0.0), [0, 0, 0, 0, *(x / math.sqrt(5) for x in (1, -1, -1, 1))]),
+        (PasskMargin(), [1, 0, 0, 0, 0, 0, 0, 0]),  # the second group's best is tied
+        (PasskMargin(over_std=True, epsilon=0.0), [2, 0, 0, 0, 0, 0, 0, 0]),
+        # z: (1.5, −½, −½, −½) and ±√¾; Σz² = 3 + 3; over 7
+        (
+            GDPO(epsilon=0.0),
+            [z / math.sqrt(6 / 7) for z in (1.5, -0.5, -0.5, -0.5, *(math.sqrt(0.75) * c for c in CENTRED[4:]))],
+        ),
+        # b = 3/6 and (3 + 2 + 3 + 6)/8
+        (OPO(), [0.5, -0.5, -0.5, -0.5, 1.25, -0.75, -0.75, 1.25]),
+        # Σc² = ¾ + 4
+        (ReinforcePPBaseline(over="completions", epsilon=0.0), [c / math.sqrt(4.75 / 7) for c in CENTRED]),
+        # 14 tokens: Σlc = 3·¾ − ¾ + 1 − 2 − 3 + 2 = −½, m = −1/28; Σlc² = 3·9/16 + 3/16 + 8 = 79/8, less 14 m²
+        (
+            ReinforcePPBaseline(epsilon=0.0, std="population"),
+            [(c + 1 / 28) / math.sqrt(79 / 8 / 14 - 1 / 28**2) for c in CENTRED],
+        ),
     ],
     ids=str,
 )
 def test_hand_values(rule: Any, expected: list[float]) -> None:
-    close(rule(REWARDS, 4), expected)
+    close(applied(rule, REWARDS, 4, torch.tensor([3, 1, 1, 1, 1, 2, 3, 2])), expected)
+
+
+def test_what_a_rule_cannot_take_is_named() -> None:
+    table = RewardTable(torch.zeros(4, 2), ("right", "kl"), torch.ones(2), 4, penalties=1)
+    for rule, message in (
+        (GDPO(), "would lose its coefficient"),
+        (OPO(), "`lengths`"),
+        (ReinforcePPBaseline(), "`leng"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rule(table)
+    with pytest.raises(ValueError, match=r"reward is -0\.5; `advantage: maxrl`"):
+        MaxRL()(torch.tensor([1.0, -0.5]), 2)
+    with pytest.raises(ValueError, match=r"`advantage\.k` is 0"):
+        PassAtK(k=0)
+    with pytest.raises(ValueError, match=r"`advantage\.over` is 'rows'; it must be one of"):
+        ReinforcePPBaseline(over="rows")
 
 
 def test_deviations_are_the_standard_librarys() -> None:
@@ -81,7 +126,7 @@ def test_group_max_of_negative_rewards() -> None:
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_a_group_with_one_or_no_scorable_completion(rule: str) -> None:
-    found = advantage_rule(rule)(torch.tensor([2.0, NAN, NAN, NAN]), 2).tolist()
+    found = applied(advantage_rule(rule), torch.tensor([2.0, NAN, NAN, NAN]), 2).tolist()
     assert found == [2.0 if rule in ("raw", "group_max") else 0.0, 0.0, 0.0, 0.0]
 
 

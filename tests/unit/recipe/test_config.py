@@ -59,6 +59,14 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"advantage": "group_mean", "multi_objective_aggregation": "normalize_then_sum"},
         ("`multi_objective_aggregation`='normalize_then_sum'", "`advantage`='group_mean'"),
     ),
+    "a KL in the reward of a rule that divides by it": (
+        {"objective": "gdpo", "kl": {"estimator": "k1", "placement": "reward", "coefficient": 0.1}},
+        ("`kl.placement`", "'gdpo'", "kl.per: token"),
+    ),
+    "groups in which pass@k is 0": (
+        {"objective": "pass_at_k", "num_generations": 4},
+        ("`num_generations` is 4", "fewer than 5", "`advantage.k`"),
+    ),
     "advantage without a rule": ({"advantage": {"epsilon": 1e-6}}, ("`advantage.epsilon`", "name a rule")),
     "sampler without its column": (
         {"sampler": {"name": "curriculum", "pass_rate_column": ""}},

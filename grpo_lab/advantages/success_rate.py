@@ -1,0 +1,140 @@
+"""Rules of success rates: MaxRL, which approaches maximum likelihood, and pass@k, where one of k completions must be
+right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from grpo_lab.advantages.group import (
+    VERLS_EPSILON,
+    StdNormalized,
+    by_group,
+    check_epsilon,
+    deviation,
+    group_average,
+    scorable,
+)
+
+
+@dataclass(frozen=True)
+class MaxRL:
+    """Â_i = (r_i − μ)/(μ + ε), μ the mean of the group's rewards; 0 where no completion earned anything (μ = 0).
+
+    A question that is solved with probability p weighs 1/p, as in the gradient of log p, where GRPO's weighs 1/√(p(1 −
+    p)) and RLOO's 1. With N completions this is the gradient of log p cut after its N-th term, whose k-th is pass@k
+    divided by k.
+
+    Source: MaxRL (arXiv 2602.02710, algorithm 1), for rewards of 0 and 1. ε is not in the paper; 1e-6 is that of the
+    authors' code (tajwarfahim/maxrl). How we differ: a group of one scorable completion gets 0 (theirs divides its
+    reward by ε).
+
+    Args:
+        epsilon: added to the mean, ≥ 0.
+
+    Raises ValueError for a negative reward: the mean is no success rate then, and may be negative, which would turn
+    all signs of its group.
+    """
+
+    takes_penalty: ClassVar[bool] = False
+    epsilon: float = VERLS_EPSILON
+
+    def __post_init__(self) -> None:
+        check_epsilon(self.epsilon)
+
+    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
+        grouped = by_group(rewards, group_size)
+        if (grouped < 0).any():
+            lowest = grouped.nan_to_num(nan=0.0).min().item()
+            raise ValueError(
+                f"a completion's reward is {lowest:g}; `advantage: maxrl` divides by the mean of a group, which must "
+                "be a success rate: use rewards ≥ 0, or another rule (`advantage`)"
+            )
+        mean = group_average(grouped)
+        return scorable((grouped - mean) / (mean + self.epsilon), rewards)
+
+
+@dataclass(frozen=True)
+class PassAtK:
+    """The advantage of a completion under the reward pass@k, averaged over all k-subsets of its group.
+
+        R̄ = 1 − C(m, k)/C(n, k)      σ = √(R̄(1 − R̄))      n completions of the group, m of them failures
+        Â = (1 − R̄)/(σ + ε)                                    for a success
+        Â = (1 − R̄ − C(m − 1, k − 1)/C(n − 1, k − 1))/(σ + ε)  for a failure
+
+    A completion is a success if its reward (the weighted sum) is at least ``success``. With fewer than k failures every
+    subset is right, and all advantages are exactly 0: easy questions are left alone.
+
+    Source: "Pass@k Training" (arXiv 2508.10751, analytical derivation; RUCAIBox/Passk_Training, whose ε of 1e-6 this
+    is). The authors try several k; the default is ours. How we differ: successes by a threshold, where theirs are
+    rewards of exactly 1; unscorable completions count neither in n nor in m.
+
+    Args:
+        k: completions that are drawn together, ≥ 1. A group with k or fewer scorable completions gets 0: all subsets
+            are the group itself. So a run needs ``num_generations`` > k.
+        success: smallest reward of a success.
+        epsilon: added to σ, ≥ 0.
+    """
+
+    takes_penalty: ClassVar[bool] = False
+    k: int = 4
+    success: float = 1.0
+    epsilon: float = VERLS_EPSILON
+
+    def __post_init__(self) -> None:
+        check_epsilon(self.epsilon)
+        if self.k < 1:
+            raise ValueError(f"`advantage.k` is {self.k}; it must be a whole number ≥ 1")
+
+    @property
+    def least_group(self) -> int:
+        """The smallest group in which a completion gets another advantage than 0."""
+        return self.k + 1
+
+    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
+        grouped = by_group(rewards, group_size)
+        right = grouped >= self.success
+        scored = (~grouped.isnan()).sum(dim=1, keepdim=True).double()
+        failures = scored - right.sum(dim=1, keepdim=True)
+        # C(m − 1, k − 1)/C(n − 1, k − 1): the other k − 1 of a failure's subset are failures, too
+        others_fail = torch.ones_like(scored)
+        for drawn in range(1, self.k):
+            others_fail = others_fail * (failures - drawn) / (scored - drawn).clamp(min=1)
+        others_fail = others_fail.where(failures >= self.k, 0.0)
+        all_fail = others_fail * failures / scored.clamp(min=1)
+        spread = (all_fail * (1 - all_fail)).sqrt() + self.epsilon
+        advantages = torch.where(right, all_fail, all_fail - others_fail) / spread
+        taught = ~grouped.isnan() & (all_fail > 0) & (all_fail < 1)
+        return scorable(advantages.masked_fill(~taught, 0.0), rewards)
+
+
+@dataclass(frozen=True)
+class PasskMargin(StdNormalized):
+    """Â = r_best − r_second for the best completion of the group, 0 for all others; 0 for all where the best is tied.
+
+    Each completion's contribution to the best reward of its group: what the maximum would lose without it.
+
+    Source: "Optimizing Language Models for Inference Time Objectives" (arXiv 2503.19595: pass@k with k = G, leave one
+    out), as verl's ``grpo_passk``. verl divides by the group's standard deviation + 1e-6 by default (``over_std``); the
+    leave-one-out estimate does not. How we differ: a group with one scorable completion gets 0 (verl refuses it).
+
+    Args:
+        over_std: divide by the group's standard deviation + ``epsilon``.
+        epsilon: added to the standard deviation, ≥ 0.
+        std: ``sample`` (n − 1 in the denominator, as verl) or ``population`` (n).
+    """
+
+    epsilon: float = VERLS_EPSILON
+    over_std: bool = False
+
+    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
+        grouped = by_group(rewards, group_size)
+        known = torch.nn.functional.pad(grouped.nan_to_num(nan=-torch.inf), (0, 1), value=-torch.inf)
+        best, second = known.topk(2, dim=1).values.split(1, dim=1)
+        margin = torch.where(second > -torch.inf, best - second, 0.0)
+        if self.over_std:
+            margin = margin / (deviation(grouped, 1, True, self.std) + self.epsilon)
+        return scorable(torch.where(grouped == best, margin, torch.zeros_like(grouped)), rewards)
