@@ -122,7 +122,9 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
             trls=lambda: (self._metrics, self._logs),
         )
         self.step_scores: dict[int, list[StepScores]] = {}
-        with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(found.settings.rollout, found.args)):
+        in_words = trl_bridge.fp32_head_in_words(found.args.cast_lm_head_to_fp32)
+        engine = engine_class(found.settings.rollout, found.args)
+        with in_words, trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine):
             super().__init__(
                 model=model,
                 reward_funcs=found.reward_funcs,

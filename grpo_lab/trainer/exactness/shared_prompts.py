@@ -149,7 +149,7 @@ class SharedPrompts:
         these forwards are collectives."""
         accelerator = self._trainer.accelerator
         part = _some_groups(part)
-        exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
+        exact = accelerator.mixed_precision == "no" and trl_bridge.coarsest(model) == torch.float32
         allowed, of = (TOLERANCE, "a log-prob") if exact else (TOLERANCE_COARSE, "the mean log-prob")
         failed = ""
         with trl_bridge.without_checkpointing(self._trainer.model, self._trainer.args):

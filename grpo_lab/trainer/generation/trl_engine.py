@@ -39,7 +39,7 @@ from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.generation.rollout_ports import EngineHooks
 from grpo_lab.trainer.ranks import TO_SEND, refuse_bad_weights
 from grpo_lab.trainer.settings.parse import RolloutSettings
-from grpo_lab.trainer.trl_bridge import replaced, without_critic
+from grpo_lab.trainer.trl_bridge import coarsest, replaced, without_critic
 
 FIRST_PROOFS = 2
 PROBE_PROMPTS = 4
@@ -120,7 +120,7 @@ def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSe
     seed = 0
     if getattr(args, "objective", None) is not None:
         seed = int(args.seed)
-    dtype = next(generation.model.parameters()).dtype
+    dtype = coarsest(generation.model)
     options = EngineOptions.from_mapping(settings.engine or {})
     lora = None
     if generation.adapters is not None:
@@ -219,7 +219,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
     def tolerance(self, *engine: torch.dtype) -> float:
         """Return the largest allowed gap, in nats per token, for an engine with weights of this dtype."""
         trainer = self.trainer
-        own = next(trainer.accelerator.unwrap_model(trainer.model).parameters()).dtype
+        own = coarsest(trainer.accelerator.unwrap_model(trainer.model))
         if trainer.args.bf16:
             training = torch.bfloat16
         elif trainer.args.fp16:

@@ -160,6 +160,29 @@ def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: 
     )
 
 
+def coarsest(model: torch.nn.Module) -> torch.dtype:
+    """Return the coarsest dtype of at least 16 bits among the model's weights, which bounds the precision of its
+    log-probs. Not that of its first weight: with ``cast_lm_head_to_fp32`` a tied embedding is float32, and the layers
+    are not."""
+    found = {p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+@contextlib.contextmanager
+def fp32_head_in_words(asked: bool) -> Iterator[None]:
+    """Raise ValueError, with the reason, where TRL's constructor cannot cast the head (``cast_lm_head_to_fp32``)."""
+    try:
+        yield
+    except AttributeError as error:
+        if not asked or "embed_tokens" not in str(error):
+            raise
+        raise ValueError(
+            "`cast_lm_head_to_fp32` and a head that is tied to the embeddings: TRL looks for the embeddings at "
+            f"`model.embed_tokens`, and they are not there ({error}), as inside PEFT's wrapper: leave it out, train "
+            "without an adapter, or untie the head (`tie_word_embeddings`)"
+        ) from error
+
+
 def is_compiled(accelerator: Any, model: torch.nn.Module) -> bool:
     """Return whether ``model`` or the layers below its head run through ``torch.compile``."""
     modules = (accelerator.unwrap_model(model), backbone(accelerator, model))
