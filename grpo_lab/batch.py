@@ -19,6 +19,7 @@ That needs finite numbers in the unselected branch: make inputs safe first (``sa
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -87,7 +88,7 @@ class TokenBatch:
         advantages: ``[B, 1]`` or ``[B, T]``.
         mask: bool ``[B, T]``, True where a token carries loss.
         ref_logps: ``[B, T]`` log-probs of the reference model, where a KL term reads them.
-        entropies: ``[B, T]`` entropy of the policy at each token, nats, no gradient unless TRL gave one.
+        entropies: ``[B, T]`` entropy of the policy at each token, nats. Carries a gradient (an entropy bonus reads it).
         sampler_weights: ``[B, T]`` or ``[B, 1]`` ratio of the proximal policy to the one that sampled, cut as TRL's
             vLLM importance sampling says; ``None`` where nothing is corrected.
         extras: whatever else travelled with the rows (dataset-specific tensors with B rows), for team code.
@@ -139,18 +140,21 @@ class Denominators:
         rows: completions; a number or a 0-dim tensor.
         tokens: tokens that carry loss; a number, a 0-dim tensor, or ``[B, 1]`` per row.
         budget: the generation budget (``max_completion_length``), tokens; Dr.GRPO's constant.
-        micro_batches: micro-batches of the step; read only by ``local_token_mean``.
+        micro_batches: micro-batches of the step; read only by ``local_token_mean`` and an entropy bonus.
         prompts: groups of completions, ``rows`` divided by the completions of a prompt.
         group_tokens: tokens that carry loss in all completions of a row's prompt, over all ranks; a number, or
             ``[B, 1]`` per row. Not divided by the ranks. Only for aggregations that say ``per_prompt``; else NaN.
+        micro_batch_tokens: tokens that an entropy bonus is the mean of: those of the row's micro-batch on the rank that
+            had it (at least 1); a number, a 0-dim tensor, or ``[B, 1]`` per row. NaN where there is no bonus.
     """
 
     rows: float
     tokens: float | Tensor
     budget: float
     micro_batches: float = 1.0
-    prompts: float = float("nan")
-    group_tokens: float | Tensor = float("nan")
+    prompts: float = math.nan
+    group_tokens: float | Tensor = math.nan
+    micro_batch_tokens: float | Tensor = math.nan
 
 
 @dataclass(frozen=True)

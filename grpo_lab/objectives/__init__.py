@@ -23,6 +23,8 @@ from grpo_lab.objectives.corrections import (
     sampler_log_ratio,
 )
 from grpo_lab.objectives.covariance import ClipCov, KLCov
+from grpo_lab.objectives.entropy import AdaptiveEntropy, EntropyBonus
+from grpo_lab.objectives.gates import OffPolicyMask, TopEntropy, kept_tokens
 from grpo_lab.objectives.geometric_mean import GeometricMean
 from grpo_lab.objectives.kl import AdaptiveKL, KLTerm, k1, k2, k3
 from grpo_lab.objectives.mirror_descent import MirrorDescent
@@ -39,11 +41,12 @@ from grpo_lab.objectives.ratios import (
 from grpo_lab.objectives.trust_region import KLRegion, PrimeRL, TotalVariationRegion
 
 __all__ = [
-    "AGGREGATIONS", "CORRECTIONS", "PRESETS", "RATIO_LEVELS", "SURROGATES", "AdaptiveKL", "Aggregation", "ClipCov",
-    "Clipped", "Correction", "Denominators", "DetachedWeight", "Gate", "Gather", "GeometricMean", "KLCov", "KLRegion",
-    "KLTerm", "LiteralRow", "MirrorDescent", "MixedObjective", "Objective", "Preset", "PrimeRL", "Reinforce",
-    "Selecting", "Surrogate", "TaskObjective", "TokenBatch", "TotalVariationRegion", "Unclipped", "aggregation",
-    "fixed_budget", "is_ours", "k1", "k2", "k3", "literal_log_ratios", "local_token_mean", "log_ratio", "preset",
+    "AGGREGATIONS", "CORRECTIONS", "PRESETS", "RATIO_LEVELS", "SURROGATES", "AdaptiveEntropy", "AdaptiveKL",
+    "Aggregation", "ClipCov", "Clipped", "Correction", "Denominators", "DetachedWeight", "EntropyBonus", "GammaWeight",
+    "Gate", "Gather", "GeometricMean", "KLCov", "KLRegion", "KLTerm", "LiteralRow", "MirrorDescent", "MixedObjective",
+    "Objective", "OffPolicyMask", "Preset", "PrimeRL", "Reinforce", "Selecting", "SoftGate", "Surrogate",
+    "TaskObjective", "TokenBatch", "TopEntropy", "TotalVariationRegion", "Unclipped", "aggregation", "fixed_budget",
+    "is_ours", "k1", "k2", "k3", "kept_tokens", "literal_log_ratios", "local_token_mean", "log_ratio", "preset",
     "prompt_mean", "register_aggregation", "register_correction", "register_objective", "sampler_log_ratio",
     "sequence_log_ratio", "sequence_mean", "sequence_sum", "surrogate", "token_log_ratio", "token_mean",
 ]  # fmt: skip

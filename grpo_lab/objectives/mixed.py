@@ -98,14 +98,14 @@ _BY_TASK: Any = _OfEachTask()
 
 @dataclass(frozen=True)
 class MixedObjective(Objective):
-    """The objectives of a mixture, one a task. The KL term is the same in all of them."""
+    """The objectives of a mixture, one a task. The KL term and the entropy bonus are the same in all of them."""
 
     tasks: tuple[TaskObjective, ...] = ()
 
     @staticmethod
     def of(tasks: Iterable[TaskObjective]) -> MixedObjective:
         first, *others = tasks = tuple(tasks)
-        return MixedObjective("mixture", _BY_TASK, _BY_TASK, kl=first.kl, tasks=(first, *others))
+        return MixedObjective("mixture", _BY_TASK, _BY_TASK, kl=first.kl, entropy=first.entropy, tasks=(first, *others))
 
     @property
     def each(self) -> tuple[Objective, ...]:

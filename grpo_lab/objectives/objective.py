@@ -12,13 +12,15 @@ from torch import Tensor
 from grpo_lab import registry
 from grpo_lab.batch import SAMPLER_LOGPS, Denominators, TokenBatch, safe
 from grpo_lab.objectives.aggregation import Aggregation
+from grpo_lab.objectives.entropy import EntropyBonus
 from grpo_lab.objectives.kl import KLTerm
 from grpo_lab.objectives.ratios import MAX_LOG_PRODUCT
 
 Surrogate = Callable[[TokenBatch], Tensor]
 """``surrogate(batch) -> per-token loss`` ``[B, T]`` (or ``[B, 1]``, spread over the row). May offer
 ``diagnostics(batch) -> dict[str, Tensor]``: values per token (or row) that are logged as means over all tokens (rows)
-of the optimizer step; they must be 0 where the advantage is 0, since such rows may be left out.
+of the optimizer step; they must be 0 where the advantage is 0, since such rows may be left out. A name in
+``of_computed_rows`` need not: its mean is over the rows that are computed.
 
 What else a surrogate may say of itself, as class attributes or methods, and what holds where it does not:
 ``reads_ratio`` (True): the importance ratio matters; else ``objective.ratio`` beside it is refused.
@@ -53,7 +55,8 @@ class Selecting(Protocol):
 class Objective:
     """One objective: how a loss is computed once the advantages are known.
 
-    loss = aggregate( g · w · surrogate(ρ, Â, log π) + β·KL ), with g the gates and w the sampler correction.
+    loss = aggregate( g · w · surrogate(ρ, Â, log π) + β·KL ) − c·H, with g the gates, w the sampler correction and H
+    the mean entropy.
 
     The KL term is not multiplied by g and w: as in TRL it acts on every token, even of a completion that they drop.
     """
@@ -64,6 +67,7 @@ class Objective:
     ratio: str = "token"
     kl: KLTerm | None = None
     gates: tuple[Gate, ...] = ()
+    entropy: EntropyBonus | None = None
 
     @property
     def each(self) -> tuple[Objective, ...]:
@@ -122,10 +126,13 @@ class Objective:
     def loss(self, batch: TokenBatch, denominators: Denominators) -> Tensor:
         """Return the scalar loss. Its gradients, summed over micro-batches and averaged over ranks, are the step's
         gradient."""
-        return self.aggregated(self.token_loss(batch), batch, denominators)
+        loss = self.aggregated(self.token_loss(batch), batch, denominators)
+        if self.entropy is None:
+            return loss
+        return loss + self.entropy.loss(batch, denominators)
 
     def aggregated(self, loss: Tensor, batch: TokenBatch, denominators: Denominators) -> Tensor:
-        """Return the scalar loss of losses per token ``[B, T]``."""
+        """Return the scalar loss of losses per token ``[B, T]``, without an entropy bonus."""
         return self.aggregate(loss, batch.mask, denominators)
 
     @torch.no_grad()

@@ -18,7 +18,9 @@ from grpo_lab.objectives.covariance import ClipCov, KLCov
 from grpo_lab.objectives.geometric_mean import GeometricMean
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Surrogate
+from grpo_lab.objectives.sapo import SoftGate
 from grpo_lab.objectives.trust_region import KLRegion, PrimeRL, TotalVariationRegion
+from grpo_lab.objectives.vespo import GammaWeight
 from grpo_lab.settings import did_you_mean
 
 
@@ -70,6 +72,28 @@ PRESETS: dict[str, Preset] = {
     ),
     "cispo": Preset(
         "group_zscore", "cispo", "token_mean", "MiniMax-M1, arXiv 2506.13585", paper={"epsilon_high": "undisclosed"}
+    ),
+    "luspo": Preset(
+        "group_zscore",
+        "clipped",
+        "sequence_sum",
+        "LUSPO, arXiv 2602.05261",
+        ratio="sequence",
+        paper={"epsilon": 2e-3, "epsilon_high": 2.5e-3},
+    ),
+    "sapo": Preset(
+        "group_zscore",
+        "sapo",
+        "sequence_mean",
+        "SAPO, arXiv 2511.20347",
+        paper={"temperature_neg": 1.05, "temperature_pos": 1.0},
+    ),
+    "vespo": Preset(
+        "group_zscore",
+        "vespo",
+        "token_mean",
+        "VESPO, arXiv 2602.10693",
+        paper={"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
     ),
     "reinforce": Preset("group_mean", "reinforce", "fixed_budget", "Williams 1992; CS336 lecture 17"),
     "reinforce_token_mean": Preset(
@@ -152,6 +176,8 @@ SURROGATES: dict[str, Any] = {
     "prime_rl": PrimeRL,
     "clip_cov": ClipCov,
     "kl_cov": KLCov,
+    "sapo": SoftGate,
+    "vespo": GammaWeight,
 }
 OUR_PRESETS = frozenset(PRESETS)
 #: what this package brings: proved by ``literal``, and not asked before every step

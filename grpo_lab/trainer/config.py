@@ -14,7 +14,7 @@ from trl import GRPOConfig
 from grpo_lab.registry import address
 from grpo_lab.settings import from_json, read, refuse_unknown
 from grpo_lab.trainer.ranks import hold_time_limit
-from grpo_lab.trainer.settings.algorithm import Algorithm, agree_with_trl, algorithm_from, clip_in_force
+from grpo_lab.trainer.settings.algorithm import Algorithm, agree_with_trl, algorithm_from, knobs_in_force
 from grpo_lab.trainer.settings.conflicts import AFTER, AHEAD, BEFORE, Case, refuse, refuse_sampling_keys
 from grpo_lab.trainer.settings.correction import MODE, agree_on_correction, check_correction
 from grpo_lab.trainer.settings.knobs import with_registered, written
@@ -167,7 +167,7 @@ class LabConfig(GRPOConfig):
         if kl is not None and kl.control is not None:
             kl.control.rate_of(self.generation_batch_size)
         if ours.objective is not None:
-            clip_in_force(self, algorithm)
+            knobs_in_force(self, algorithm)
         self._parsed = ours, algorithm
 
     @property

@@ -253,6 +253,8 @@ class Numbers(Protocol):
     current_gradient_accumulation_steps: Any
     aux_loss_enabled: bool
     router_aux_loss_coef: float
+    entropy_coef: float
+    last_entropy: float
     text_tokenizer: Any
     end_token_ids: frozenset[int]
 

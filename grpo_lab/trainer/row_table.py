@@ -74,6 +74,8 @@ class Carried:
             batch that was put together from several.
         length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction or
             ``token_weights_every``.
+        bonus_tokens: float ``[B]``, tokens of the row's micro-batch that an entropy bonus is the mean of; only while
+            an optimizer step with a bonus is computed.
         pass_rate: float ``[B]``, share of right answers in the row's group, NaN if unknown; for
             ``token_weights_every``.
     """
@@ -86,6 +88,7 @@ class Carried:
     as_generated = _Field(f"{OURS}as_generated")
     unmoved = _Field(f"{OURS}unmoved")
     length_quartile = _Field(f"{OURS}length_quartile")
+    bonus_tokens = _Field(f"{OURS}bonus_tokens")
     pass_rate = _Field(f"{OURS}pass_rate")
     old_values = _Field(f"{OURS}old_values")
     returns = _Field(f"{OURS}returns")

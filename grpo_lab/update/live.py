@@ -29,6 +29,7 @@ class LiveConditions:
     Terms that act on rows whose advantage is 0:
         kl_in_loss: coefficient of a KL term in the loss (TRL's `beta`).
         value_loss: coefficient of a value-head loss on the same forward (PPO).
+        entropy_bonus: settings of the entropy bonus in the loss.
         pull: what has a loss or a gradient where the advantage is 0 (mirror descent, a team's part).
     Terms and layers through which the rows of a micro-batch act on each other:
         moe_aux_loss: `router_aux_loss_coef` of a mixture-of-experts model.
@@ -49,6 +50,7 @@ class LiveConditions:
 
     kl_in_loss: float
     value_loss: float
+    entropy_bonus: str
     pull: str
     moe_aux_loss: float
     dropout: float
@@ -106,6 +108,8 @@ _NEED_ALL_ROWS: dict[str, str] = {
     "kl_in_loss": "the KL term in the loss (beta={value}) acts on rows whose advantage is zero; 0 switches it off, and "
     "`kl.placement: reward` charges it in the advantage",
     "value_loss": "the value loss (value.vf_coef={value}) acts on rows whose advantage is zero",
+    "entropy_bonus": "the entropy bonus ({value}) acts on rows whose advantage is zero; `entropy_coef: 0` and "
+    "`use_adaptive_entropy: false` switch it off",
     "pull": "{value}: the loss of a row does not vanish where its advantage is zero",
 }
 

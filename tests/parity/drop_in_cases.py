@@ -258,12 +258,9 @@ def in_environment(models: Models) -> dict[str, Any]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 TWICE = {"num_iterations": 2, "max_steps": 4}
-LEFT = {"sapo": "sapo", "luspo": "luspo", "vespo": "vespo"}
 
 LOSSES = [
-    Case(
-        f"loss_type={kind}", {"loss_type": kind, **TWICE, **extra}, plain=kind == "dr_grpo", left_to_trl=LEFT.get(kind)
-    )
+    Case(f"loss_type={kind}", {"loss_type": kind, **TWICE, **extra}, plain=kind == "dr_grpo")
     for kind, extra in {
         "grpo": {},
         "dapo": {},
@@ -293,13 +290,12 @@ LOSS_OPTIONS = [
     Case("beta-dead-groups", {"beta": 0.1}, rewards(two_level_reward)),
     Case("sync_ref_model", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 4}),
     Case("top_entropy_quantile", {"top_entropy_quantile": 0.5}, left_to_trl="top_entropy_quantile"),
-    Case("entropy_coef", {"entropy_coef": 0.05, "loss_type": "grpo"}, left_to_trl="entropy"),
+    Case("entropy_coef", {"entropy_coef": 0.05, "loss_type": "grpo"}, slow=False),
     Case(
         "adaptive-entropy",
         {"use_adaptive_entropy": True, "entropy_target": 6.0, "entropy_coef_delta": 0.02, "max_steps": 4},
-        left_to_trl="entropy",
     ),
-    Case("off_policy_mask_threshold", {"off_policy_mask_threshold": 1e-3, **TWICE}, left_to_trl="off_policy"),
+    Case("off_policy_mask_threshold", {"off_policy_mask_threshold": 1e-3, **TWICE}),
     Case("dead-groups", {}, rewards(two_level_reward), dead_rows=True, plain=True, slow=False),
     Case("all-groups-dead", {"loss_type": "grpo"}, rewards(dead_batch_reward), slow=False),
     Case(
@@ -403,7 +399,6 @@ SAMPLING = [
         {"vllm_importance_sampling_mode": "token_truncate", "loss_type": "vespo"},
         sampled_elsewhere,
         prepare=as_with_vllm,
-        left_to_trl="vespo",
     ),
 ]
 TRAINING = [

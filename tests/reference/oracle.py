@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Rewards = list[float | None]
-CORRECTED = ("dppo_tv", "dppo_kl", "prime_rl")
+CORRECTED = ("dppo_tv", "dppo_kl", "prime_rl", "vespo")
 """Surrogates whose ratio is against the sampler: no sampler weight on top."""
 
 
@@ -158,8 +158,14 @@ def surrogate(
     high: float = 0.2,
     delta: float | None = None,
     bound: float = 5.0,
+    neg: float = 1.05,
+    pos: float = 1.0,
 ) -> Push:
     ratio = math.exp(log_ratio)
+    if name == "sapo":
+        steep = pos if advantage > 0 else neg
+        gate = 1 / (1 + math.exp(-steep * (ratio - 1)))
+        return Push(-4 / steep * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage, 0.0)
     if name == "reinforce":
         return Push(-advantage * logp, 0.0, -advantage)
     if name == "unclipped":
@@ -215,11 +221,14 @@ AUTHORS = {
     "dppo_kl": {"low": 0.05, "high": 0.05},
     "prime_rl": {"low": 0.2, "high": 0.2, "kl_tau": 1e-3},
     "kl_cov": {"coefficient": 1.0},
+    "vespo": {"pos": (2.0, 3.0), "neg": (3.0, 2.0)},
 }
 
 
 def push_of(name: str, row: Row, t: int, log_ratio: float, clip: dict[str, Any]) -> Push:
     """One token, by the surrogate's name."""
+    if name == "vespo":
+        return vespo(row, t, **clip)
     if name in CORRECTED:
         return within_region(row, t, name, **clip)
     if name == "kl_cov":
@@ -236,6 +245,15 @@ def mirror_descent(row: Row, t: int, tau: float) -> Push:
     moved = row.logps[t] - row.old[t]
     value = -row.advantages[t] * row.logps[t] + tau / 2 * response * moved
     return Push(value, 0.0, -row.advantages[t] + tau / 2 * response)
+
+
+def vespo(row: Row, t: int, pos: tuple[float, float], neg: tuple[float, float], weights_once: bool = False) -> Push:
+    """−φ(w)·Â·log π of token t, φ a constant; the sampler's weights are factors of w, a row's weight is one factor."""
+    weights = row.weights[:1] if weights_once else row.weights
+    log_w = sum(new - old for new, old in zip(row.logps, row.old)) + sum(map(math.log, weights))
+    k, decay = pos if row.advantages[t] >= 0 else neg
+    push = math.exp(k * log_w + decay * (1 - math.exp(log_w))) * row.advantages[t]
+    return Push(-push * row.logps[t], 0.0, -push)
 
 
 def kl(estimator: str, logp: float, ref: float) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from grpo_lab.objectives import (
     ClipCov,
     Clipped,
     DetachedWeight,
+    GammaWeight,
     GeometricMean,
     KLCov,
     KLRegion,
@@ -32,6 +33,7 @@ from grpo_lab.objectives import (
     Objective,
     PrimeRL,
     Reinforce,
+    SoftGate,
     TotalVariationRegion,
     Unclipped,
 )
@@ -48,6 +50,11 @@ PUSHES = {
         (Clipped(0.1, 0.3, 1.5), {"low": 0.1, "high": 0.3, "delta": 1.5}),
     ],
     "mirror_descent": [(MirrorDescent(0.7), {"tau": 0.7}), (MirrorDescent(0.0), {"tau": 0.0})],
+    "sapo": [(SoftGate(), {}), (SoftGate(6.0, 3.0), {"neg": 6.0, "pos": 3.0})],
+    "vespo": [
+        (GammaWeight(), {"pos": (2.0, 3.0), "neg": (3.0, 2.0)}),
+        (GammaWeight(0.5, 1.0, 1.5, 0.3), {"pos": (0.5, 1.0), "neg": (1.5, 0.3)}),
+    ],
     "cispo": [(DetachedWeight(1.2), {"bound": 1.2}), (DetachedWeight(5.0), {"bound": 5.0})],
     "gmpo": [(GeometricMean(), {"low": 0.4, "high": 0.4}), (GeometricMean(0.1, 0.6), {"low": 0.1, "high": 0.6})],
     "dppo_tv": [
@@ -86,8 +93,10 @@ def compare(
     ratio: str,
     aggregation: str,
     kl: tuple[str, bool] | None,
-    clip: dict[str, float],
+    clip: dict[str, Any],
 ) -> None:
+    if name == "vespo" and batch.sampler_weights is not None:  # they are factors of its weight
+        clip = {**clip, "weights_once": batch.sampler_weights.shape != batch.mask.shape}
     term = None if kl is None else KLTerm(0.3, kl[0], ratio_weighted=kl[1])
     objective = Objective(name, push, AGGREGATIONS[aggregation], ratio, term)  # type: ignore[arg-type]
     loss = objective.loss(batch, DENOMINATORS)

@@ -69,8 +69,8 @@ PULL = "the loss of a row does not vanish where its advantage is zero"
         (LabTrainer, {"objective": "dr_grpo", "update": "off"}, None, "update is 'off'", "update is 'off'"),
         (LabTrainer, {"objective": "dr_grpo", "update": {"dead_groups": "keep"}}, None, None, "update.dead_groups is "
             "'keep'"),
-        (LabTrainer, {"loss_type": "sapo"}, None, "left to TRL (loss_type='sapo')", "left to TRL (loss_type='sapo')"),
-        (LabTrainer, {"entropy_coef": 0.1}, None, "an entropy bonus (entropy_coef", "an entropy bonus (entropy_coef"),
+        (LabTrainer, {"delta": 1.1}, None, "left to TRL (delta=1.1", "left to TRL (delta=1.1"),
+        (LabTrainer, {"entropy_coef": 0.1}, None, None, "the entropy bonus (entropy_coef=0.1) acts on rows"),
         (LabTrainer, {"objective": "bnpo"}, None, "`local_token_mean`", "`local_token_mean`"),
         (LabTrainer, part(aggregation="local_token_mean"), None, "the average `local_token_mean`",
          "`local_token_mean`"),

@@ -151,8 +151,8 @@ def test_a_token_loss_that_trl_would_never_ask_is_refused(tiny_folder: Path, tmp
             return super().token_loss(batch)
 
     with pytest.raises(ValueError) as caught:
-        build(Mine, tiny_folder, tmp_path, loss_type="sapo")
-    assert [p for p in ("`Mine.token_loss`", "loss_type='sapo'", "`objective`") if p not in str(caught.value)] == []
+        build(Mine, tiny_folder, tmp_path, delta=1.1)
+    assert [p for p in ("`Mine.token_loss`", "delta=1.1", "`objective`") if p not in str(caught.value)] == []
 
 
 def test_a_batch_without_rewards_is_named(tiny_folder: Path, tmp_path: Path) -> None:

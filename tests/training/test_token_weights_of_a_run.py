@@ -116,7 +116,7 @@ def test_the_report_draws_them_beside_the_curves(tmp_path: Path, tiny_folder: Pa
 
 def test_a_loss_that_is_left_to_trl_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`token_weights_every` is set, but the loss is left to TRL"):
-        LabConfig(**arguments(tmp_path, loss_type="vespo", token_weights_every=5))
+        LabConfig(**arguments(tmp_path, delta=1.1, token_weights_every=5))
     with pytest.raises(ValueError, match="token_weights_every"):
         LabConfig(**arguments(tmp_path, objective="grpo", token_weights_every=0))
 

@@ -44,14 +44,14 @@ def trainer(kind: Any, folder: Path, tiny: Path, **settings: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("loss", ["dapo", "sapo"])
-def test_trls_advantages_are_named(loss: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", [{}, {"delta": 1.1}], ids=["ours", "left to TRL"])
+def test_trls_advantages_are_named(loss: dict[str, Any], tmp_path: Path) -> None:
     """Advantages of `normalize_then_sum` were called `trl:group`, those beside a loss of TRL's only `trl`."""
     for settings, name in (
         ({"multi_objective_aggregation": "normalize_then_sum"}, "trl:normalize_then_sum"),
         ({"scale_rewards": "batch"}, "trl:batch"),
     ):
-        config = LabConfig(**arguments(tmp_path, loss_type=loss, **settings))
+        config = LabConfig(**arguments(tmp_path, **loss, **settings))
         assert config.algorithm.names["advantage"] == name
 
 
@@ -111,8 +111,8 @@ def test_a_replaced_loss_and_trls_own(tiny_folder: Path, tmp_path: Path) -> None
     plain = trainer(LabTrainer, tmp_path / "b", tiny_folder, objective="mirror_descent")
     assert "Shaped" not in plain.algorithm.describe()
     assert "objective=mirror_descent" in card_of(plain)
-    left = trainer(LabTrainer, tmp_path / "c", tiny_folder, loss_type="sapo")
-    assert left.algorithm.describe().startswith("TRL's own loss (loss_type='sapo'): objective=trl:sapo")
+    left = trainer(LabTrainer, tmp_path / "c", tiny_folder, delta=1.1)
+    assert left.algorithm.describe().startswith("TRL's own loss (delta=1.1, ")
     assert "TRL's own loss" in card_of(left)
 
 

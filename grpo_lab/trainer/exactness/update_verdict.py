@@ -140,6 +140,7 @@ class StandingVerdict:
         conditions = LiveConditions(
             kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
             value_loss=0.0 if trainer.algorithm.value is None else trainer.algorithm.value.vf_coef,
+            entropy_bonus="" if objective.entropy is None else objective.entropy.in_words(),
             pull=parts.pull,
             moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
             same_draws=trainer.lab_settings.randomness == "same_draws",

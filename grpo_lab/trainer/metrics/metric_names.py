@@ -20,6 +20,8 @@ OF_THE_LOSS = (
     *(f"clip_ratio/{what}" for what in ("low_mean", "high_mean", "region_mean", "delta_mean", "low_min", "high_max")),
     "product_ratio/held_mean",
     "cispo_clip_ratio",
+    "vespo/phi_seq_mean",
+    *("policy_loss", "entropy_coef"),
     "aux_loss",
     *(f"value/{what}" for what in ("loss", "clip_fraction", "explained_variance", "return_mean")),
     "policy/approx_kl",
@@ -58,7 +60,6 @@ OF_TRL = (
     *(f"completions/{what}_terminated_length" for what in ("mean", "min", "max")),
     *("completions/clipped_ratio", "num_tokens", "step_time"),
     *("tools/call_frequency", "tools/failure_frequency"),
-    *("policy_loss", "entropy_coef", "vespo/phi_seq_mean"),
 )
 OF_TRANSFORMERS = (
     *("loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen"),

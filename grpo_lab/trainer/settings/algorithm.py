@@ -11,22 +11,26 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_lab import registry
 from grpo_lab.advantages import AdvantageRule, reads_values
 from grpo_lab.objectives import (
     PRESETS,
     RATIO_LEVELS,
     SURROGATES,
+    AdaptiveEntropy,
     AdaptiveKL,
     Correction,
+    EntropyBonus,
+    Gate,
     KLTerm,
     Objective,
+    OffPolicyMask,
+    TopEntropy,
     aggregation,
     preset,
     surrogate,
 )
 from grpo_lab.trainer.settings import knobs
-from grpo_lab.trainer.settings.knobs import CLIP, in_words, name_of
+from grpo_lab.trainer.settings.knobs import in_words, name_of
 from grpo_lab.trainer.settings.limits import NOT_TRLS
 from grpo_lab.trainer.settings.parse import KLSettings, LabSettings, ObjectiveSettings, ValueSettings
 from grpo_lab.trainer.trl_bridge import teams
@@ -38,32 +42,20 @@ LOSS_TYPES: dict[str, str] = {
     "dapo": "token_mean",
     "bnpo": "local_token_mean",
     "cispo": "token_mean",
+    "sapo": "sequence_mean",
+    "luspo": "sequence_sum",
+    "vespo": "token_mean",
 }
 #: preset → (TRL's loss_type, importance_sampling_level) with the same meaning; ``reinforce`` has no counterpart.
 TRL_EQUIVALENT: dict[str, tuple[str, str]] = {
     **{name: (name, "token") for name in LOSS_TYPES},
     "gspo": ("grpo", "sequence"),
+    "luspo": ("luspo", "sequence"),
 }
 #: advantage rule → TRL's scale_rewards
 TRL_SCALING: dict[str, str] = {"group_zscore": "group", "group_mean": "none", "batch_zscore": "batch"}
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside ``objective``
-NOT_HONOURED: tuple[str, ...] = (
-    "top_entropy_quantile",
-    "entropy_coef",
-    "use_adaptive_entropy",
-    "entropy_coef_min",
-    "entropy_coef_max",
-    "entropy_coef_delta",
-    "entropy_target",
-    "off_policy_mask_threshold",
-    "multi_objective_aggregation",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
-)
+NOT_HONOURED: tuple[str, ...] = ("top_entropy_quantile", "multi_objective_aggregation")
 #: method that a subclass may override → which part of the algorithm it replaces or changes
 HOOKS: dict[str, str] = {
     "_calculate_rewards": "rewards",
@@ -159,7 +151,7 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
         value = settings.value or ValueSettings()
     rule = _with_discounts(rule, value, own)
     kl = _kl_term(args, settings.kl, "sequence" if value is None else "token")
-    objective = Objective(chosen.name or "custom", surrogate, aggregate, ratio, kl)
+    objective = Objective(chosen.name or "custom", surrogate, aggregate, ratio, kl, _gates(args), entropy_bonus(args))
     names = _names(objective, in_words(rule, named))
     return Algorithm(objective, rule, None, names if value is None else {**names, "value": value.in_words()}, value)
 
@@ -194,12 +186,13 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
     reason = _why_trl(args)
     if reason is not None:
         return Algorithm(None, rule, reason, {"objective": f"trl:{args.loss_type}", "advantage": named})
-    kind = "cispo" if args.loss_type == "cispo" else "clipped"
-    clip = {name: getattr(args, name) for name in CLIP if name in registry.knobs_of(SURROGATES[kind])}
+    kind = preset(args.loss_type).surrogate
+    own = {field: getattr(args, name) for name, field in knobs.flat_settings(SURROGATES[kind]).items()}
     ratio = _ratio(args.importance_sampling_level, "importance_sampling_level", ("token", "sequence"))
     aggregate = aggregation(LOSS_TYPES[args.loss_type])
     kl = _kl_term(args, settings.kl, "sequence")
-    objective = Objective(args.loss_type, surrogate(kind, **clip), aggregate, ratio, kl)
+    parts = (surrogate(kind, **own), aggregate, ratio, kl, _gates(args), entropy_bonus(args))
+    objective = Objective(args.loss_type, *parts)
     return Algorithm(objective, rule, None, {**_names(objective, named), "objective": f"trl:{args.loss_type}"})
 
 
@@ -223,7 +216,29 @@ def _names(objective: Objective, advantage: str) -> dict[str, str]:
         **({"knobs": own} if own else {}),
         "aggregation": in_words(objective.aggregate, objective.aggregate),
         "kl": said,
+        **({"gates": ", ".join(in_words(gate, gate) for gate in objective.gates)} if objective.gates else {}),
+        **({"entropy": objective.entropy.in_words()} if objective.entropy else {}),
     }
+
+
+def _gates(args: Any) -> tuple[Gate, ...]:
+    """Return the gates that TRL's flat settings ask for, in TRL's order."""
+    found: list[Gate] = []
+    if args.off_policy_mask_threshold is not None:
+        found.append(OffPolicyMask(float(args.off_policy_mask_threshold)))
+    if args.top_entropy_quantile < 1.0:
+        found.append(TopEntropy(float(args.top_entropy_quantile)))
+    return tuple(found)
+
+
+def entropy_bonus(args: Any) -> EntropyBonus | None:
+    """Return the bonus that TRL's ``entropy_coef`` and ``use_adaptive_entropy`` ask for."""
+    if args.use_adaptive_entropy:
+        bounds = (args.entropy_coef_min, args.entropy_coef_max)
+        return EntropyBonus(args.entropy_coef, AdaptiveEntropy(args.entropy_target, args.entropy_coef_delta, *bounds))
+    if args.entropy_coef != 0.0:
+        return EntropyBonus(args.entropy_coef)
+    return None
 
 
 def _why_trl(args: Any) -> str | None:
@@ -232,13 +247,9 @@ def _why_trl(args: Any) -> str | None:
         return f"loss_type={args.loss_type!r}"
     if args.top_entropy_quantile < 1.0:
         return f"top_entropy_quantile={args.top_entropy_quantile}"
-    if args.entropy_coef != 0.0 or args.use_adaptive_entropy:
-        return "an entropy bonus (entropy_coef, use_adaptive_entropy)"
-    if args.off_policy_mask_threshold is not None:
-        return f"off_policy_mask_threshold={args.off_policy_mask_threshold}"
     end = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
-    reads = args.delta is not None and args.loss_type != "cispo"
-    if reads and args.delta > 0 and not end < args.delta < math.inf:
+    reads = "delta" in knobs.flat_settings(SURROGATES[preset(args.loss_type).surrogate])
+    if reads and args.delta is not None and args.delta > 0 and not end < args.delta < math.inf:
         return f"delta={args.delta}, no bound beyond the clip, which ends at 1 + epsilon_high = {end:g}"
     return None
 
@@ -305,8 +316,11 @@ def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
     }
     if row.plain_k3 and ours.kl is None:
         said["use_bias_correction_kl"] = (False, "objective", chosen.name)
-    clip = {name: chosen.knobs[name] for name in CLIP if chosen.knobs.get(name) is not None}
-    return said | {name: (value, f"objective.{name}", value) for name, value in clip.items()}
+    for name, knob in knobs.flat_settings(knobs.surrogate_part(chosen)).items():
+        value = chosen.knobs.get(knob)
+        if value is not None:
+            said[name] = (value, f"objective.{knob}", value)
+    return said
 
 
 def agree_with_trl(args: Any, ours: LabSettings) -> None:
@@ -346,13 +360,13 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
         args.importance_sampling_level = chosen.ratio or preset(chosen.name or "grpo").ratio
 
 
-def clip_in_force(args: Any, algorithm: Algorithm) -> None:
-    """Set TRL's clip settings to the surrogate's; a team's surrogate may have defaults of its own."""
-    surrogate = None
-    if algorithm.objective is not None:
-        surrogate = algorithm.objective.surrogate
-    for name in set(CLIP) & set(registry.knobs_of(surrogate)):
-        setattr(args, name, getattr(surrogate, name))
+def knobs_in_force(args: Any, algorithm: Algorithm) -> None:
+    """Set TRL's flat settings to the surrogate's knobs; a team's surrogate may have defaults of its own."""
+    if algorithm.objective is None:
+        return
+    surrogate = algorithm.objective.surrogate
+    for name, field in knobs.flat_settings(surrogate).items():
+        setattr(args, name, getattr(surrogate, field))
 
 
 def _scaling(rule: Any) -> str:

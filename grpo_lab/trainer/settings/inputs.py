@@ -18,7 +18,6 @@ from grpo_lab.objectives import PRESETS
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
 from grpo_lab.trainer.settings.algorithm import LOSS_TYPES
-from grpo_lab.trainer.settings.knobs import TRLS_OWN
 from grpo_lab.trainer.settings.parse import ValueSettings
 from grpo_lab.trainer.trl_bridge import teams
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
@@ -123,13 +122,12 @@ def check_hooks(cls: type, algorithm: Any, base: type) -> None:
 def check_loss_type(cls: type, args: Any, algorithm: Any) -> None:
     """Raise ValueError for a ``loss_type`` that TRL would refuse at its first loss, unless a team's method computes the
     loss."""
-    known = (*LOSS_TYPES, *TRLS_OWN)
     own = teams(cls, "_compute_loss") or teams(cls, "compute_loss")
-    if algorithm.objective is None and args.loss_type not in known and own is None:
+    if algorithm.objective is None and args.loss_type not in LOSS_TYPES and own is None:
         ours = ""
         if args.loss_type in PRESETS:
             ours = f"; {args.loss_type!r} is an `objective` here"
-        raise ValueError(f"`loss_type` is {args.loss_type!r}{one_of(args.loss_type, sorted(known))}{ours}")
+        raise ValueError(f"`loss_type` is {args.loss_type!r}{one_of(args.loss_type, sorted(LOSS_TYPES))}{ours}")
 
 
 def check_requires(trainer: Any) -> None:

@@ -20,10 +20,12 @@ from grpo_lab.objectives.presets import OUR_PRESETS
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.settings.parse import AdvantageSettings, CorrectionSettings, LabSettings, ObjectiveSettings
 
-#: values of TRL's ``loss_type`` that only TRL computes
-TRLS_OWN = ("luspo", "sapo", "vespo")
-#: TRL's flat settings that are knobs of a surrogate with fields of these names
-CLIP = ("epsilon", "epsilon_high", "delta")
+#: TRL's flat settings that are knobs of a surrogate → the field
+FLAT: dict[str, str] = {
+    **{name: name for name in ("epsilon", "epsilon_high", "delta")},
+    **{f"sapo_{name}": name for name in ("temperature_neg", "temperature_pos")},
+    **{f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+}
 #: knob of a correction → TRL's flat setting that is the same, for a correction that TRL has
 SAMPLER_BOUNDS = {"low": "vllm_importance_sampling_clip_min", "high": "vllm_importance_sampling_clip_max"}
 
@@ -45,11 +47,6 @@ def with_registered(settings: LabSettings) -> LabSettings:
     chosen = settings.objective
     if chosen is None or chosen.name is None:
         return settings
-    if chosen.name in TRLS_OWN:
-        raise ValueError(
-            f"`objective` is {chosen.name!r}, which is a loss of TRL's own: set `loss_type: {chosen.name}`, and leave "
-            "`objective` out"
-        )
     module, colon, own = chosen.name.partition(":")
     if not colon:
         return settings
@@ -69,30 +66,44 @@ def with_registered(settings: LabSettings) -> LabSettings:
     )
 
 
+def surrogate_part(chosen: ObjectiveSettings) -> Any:
+    """Return the surrogate that ``objective`` names: a class, a function or an object."""
+    return _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
+
+
+def flat_settings(part: Any) -> dict[str, str]:
+    """Return TRL's flat settings that are knobs of a surrogate → the field. A team's class reads those alone that are
+    called as its field is."""
+    known = registry.knobs_of(part)
+    return {name: field for name, field in FLAT.items() if field in known and (name == field or is_ours(part))}
+
+
 def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
-    """Build the surrogate in force. Its knobs have their own defaults; TRL's clip settings (``CLIP``) replace these,
+    """Build the surrogate in force. Its knobs have their own defaults; TRL's flat settings (``FLAT``) replace these,
     and what ``objective`` says replaces both.
 
-    Our surrogates take every clip setting that they have a field for; a team's class takes those that the user set; one
+    Our surrogates take every flat setting that they have a field for; a team's class takes those that the user set; one
     that is given as an object takes none. Raises ValueError if a setting would have no effect on the surrogate.
     """
-    part = _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
+    part = surrogate_part(chosen)
     own = _checked(chosen.knobs, part, "objective", "surrogate", SURROGATES)
     if chosen.ratio is not None and not getattr(part, "reads_ratio", True):
         raise ValueError(
             f"`objective.ratio`={chosen.ratio!r} has no effect on the surrogate {name_of(part)!r}; leave it out"
         )
-    known = registry.knobs_of(part)
-    for name in (name for name in CLIP if getattr(args, name) != default_of(args, name)):
+    read = flat_settings(part)
+    for name in (name for name in FLAT if getattr(args, name) != default_of(args, name)):
         value = getattr(args, name)
         has_none = f"`{name}`={value} has no effect on the surrogate {name_of(part)!r}"
-        if name not in known:
-            raise ValueError(f"{has_none}, which reads {list(known) or 'no settings'}; leave it out")
-        if not isinstance(part, type) and value != getattr(part, name):  # it may be the same: `clip_in_force` wrote it
-            raise ValueError(f"{has_none} given as an object with {name}={getattr(part, name)}; set it there")
+        if name not in read:
+            known = list(registry.knobs_of(part))
+            raise ValueError(f"{has_none}, which reads {known or 'no settings'}; leave it out")
+        held = getattr(part, read[name])
+        if not isinstance(part, type) and value != held:  # it may be the same: `knobs_in_force` wrote it
+            raise ValueError(f"{has_none} given as an object with {read[name]}={held}; set it there")
     if not isinstance(part, type):
         return _built(part, own, "surrogate")
-    flat = {name: getattr(args, name) for name in CLIP if name in known and (is_ours(part) or written(args, name))}
+    flat = {field: getattr(args, name) for name, field in read.items() if is_ours(part) or written(args, name)}
     return _built(part, {**flat, **own}, "surrogate")
 
 

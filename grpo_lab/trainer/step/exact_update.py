@@ -26,6 +26,7 @@ from grpo_lab.trainer.metrics.token_weight_log import TokenWeights
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.row_table import Bin, RowTable
 from grpo_lab.trainer.step.budget import ForwardBudget
+from grpo_lab.trainer.step.entropy import EntropyOfStep
 from grpo_lab.trainer.step.exchange import Collected, Exchange
 from grpo_lab.trainer.step.log_probs import OldPolicy, with_same_fields
 from grpo_lab.trainer.step.micro_batch import (
@@ -50,6 +51,7 @@ class ExactUpdate:
         self.verdict = StandingVerdict(trainer)
         self.record = UpdateRecord(trainer)
         self.weights = TokenWeights(trainer)
+        self.entropy = EntropyOfStep(trainer)
         self.budget = ForwardBudget(trainer)
         self._under_way: tuple[int, int] | None = None  # tokens and rows of the bin that is being computed
         self._window: list[dict[str, Any]] = []
@@ -65,6 +67,7 @@ class ExactUpdate:
         """Drop the micro-batches of an unfinished step, and decide anew what can be computed exactly."""
         self._window = []
         self._step = None
+        self.entropy.begin()
         self.verdict.forget()
 
     def loss(self, model: nn.Module, inputs: dict[str, Any], trls: Callable[[], Tensor]) -> Tensor:
@@ -105,11 +108,12 @@ class ExactUpdate:
         return loss
 
     def _attempt(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor | TooLarge:
+        self.entropy.begin()
         received = self._old.before_update(len(window), found)
         again = self._old.again(len(window))
         kept = Collected()
         keeps = any(place is not None for place in again)
-        budget, plan, rows = self._exchanged(with_same_fields(window), found)
+        budget, plan, rows = self._exchanged(self.entropy.counted(with_same_fields(window)), found)
         size = float(sum(batch["prompt_ids"].size(0) for batch in window))
         denominators = denominators_of(self.trainer, window[0], size, len(window))
         if any(batch["num_items_in_batch"] is not window[0]["num_items_in_batch"] for batch in window):
@@ -124,6 +128,8 @@ class ExactUpdate:
         if keeps:
             self._old.write(kept, rows, again, window)
         self._record_skipped(plan, rows.numbers, batch, denominators)
+        self.entropy.record(len(window), len(window))
+        self.entropy.end_step()
         received += rows.bytes_received
         self.record.in_bins(plan, rows.numbers, sum(map(padded_tokens, window)), found, budget, received)
         self.verdict.after_first_step()
@@ -286,7 +292,7 @@ class ExactUpdate:
         assert objective is not None
         loss = objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
         self.weights.add(loss, batch.logps, batch.mask, rows.fields)
-        return batch, loss
+        return batch, self.entropy.added(loss, batch, denominators)
 
     def _origin(self, micro_batch: Tensor | None, denominators: Denominators) -> Origin:
         assert micro_batch is not None  # the step's numbers are known

@@ -104,10 +104,16 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
     denominators = denominators_of(trainer, inputs, batch.mask.size(0) * accumulation, accumulation)
     loss: Tensor = objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
     trainer.exact_update.weights.add(loss, batch.logps, batch.mask, inputs)
+    entropy = trainer.exact_update.entropy
+    loss = entropy.added(loss, batch, denominators)
+    entropy.record(1, accumulation)
     book = trainer.recorder.book(mode)
     record_tokens(trainer, book, batch)
     if router_loss is not None:  # mixture of experts: load balancing, as TRL adds it
         loss = loss + trainer.router_aux_loss_coef * router_loss / accumulation
         book.add("aux_loss", router_loss, 1.0)
-    book.reduce(trainer.accelerator, step_ends=mode == "eval" or trainer.accelerator.sync_gradients)
+    step_ends = bool(trainer.accelerator.sync_gradients)
+    if mode == "train" and step_ends:
+        entropy.end_step()
+    book.reduce(trainer.accelerator, step_ends=mode == "eval" or step_ends)
     return loss

@@ -224,7 +224,9 @@ def record_skipped(trainer: Numbers, book: MetricBook, batch: TokenBatch, left_o
         shapes = names
     else:
         shapes = objective.diagnostics(toy_batch(objective))
+    of_computed = getattr(objective.surrogate, "of_computed_rows", ())
     for name in names:
-        book.add_zeros(name, left_out, of_rows=name in shapes and shapes[name].size(1) == 1)
-    for name in ("entropy", *(["kl"] if objective.kl_in_loss is not None else [])):
+        if name not in of_computed:
+            book.add_zeros(name, left_out, of_rows=name in shapes and shapes[name].size(1) == 1)
+    for name in ("entropy", *of_computed, *(["kl"] if objective.kl_in_loss is not None else [])):
         book.add_unseen(name, left_out)

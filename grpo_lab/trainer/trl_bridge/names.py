@@ -140,6 +140,8 @@ ATTRIBUTES: tuple[str, ...] = (
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
+    "entropy_coef",
+    "_last_world_entropy",
 )
 #: Attributes that are set while a training runs: by transformers' loop (the first three), by TRL with vLLM, and by
 #: TRL's SFT.
@@ -170,6 +172,16 @@ class PlainNames:
     @property
     def last_logged_step(self: Any) -> int:
         return int(self._globalstep_last_logged)
+
+    @property
+    def last_entropy(self: Any) -> float:
+        """Mean entropy of the last optimizer step, nats per token; infinite before the first. TRL's checkpoint of
+        ``use_adaptive_entropy`` holds it."""
+        return float(self._last_world_entropy)
+
+    @last_entropy.setter
+    def last_entropy(self: Any, measured: float) -> None:
+        self._last_world_entropy = measured
 
     @property
     def current_group_size(self: Any) -> int:

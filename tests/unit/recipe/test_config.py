@@ -12,8 +12,7 @@ import pytest
 from trl import GRPOConfig, TrlParser
 
 from grpo_lab import LabConfig
-from grpo_lab.objectives import Clipped
-from grpo_lab.trainer.settings.knobs import TRLS_OWN
+from grpo_lab.objectives import AdaptiveEntropy, Clipped, EntropyBonus, GammaWeight, OffPolicyMask, SoftGate
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
 
 
@@ -94,7 +93,16 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("`loss_type`='dapo'", "`objective`='dr_grpo'", "'dr_grpo'", "leave one out"),
     ),
     "loss_type": ({"objective": "grpo", "loss_type": "bnpo"}, ("`loss_type`='bnpo'", "`objective`='grpo'")),
-    "loss_type of TRL only": ({"objective": "grpo", "loss_type": "sapo"}, ("`loss_type`='sapo'", "`objective`='grpo'")),
+    "a knob of another surrogate": (
+        {"objective": "grpo", "sapo_temperature_neg": 2.0},
+        ("`sapo_temperature_neg`=2.0", "no effect", "'Clipped'"),
+    ),
+    "a knob said twice": (
+        {"objective": {"name": "vespo", "k_pos": 1.0}, "vespo_k_pos": 1.5},
+        ("`vespo_k_pos`=1.5", "`objective.k_pos`=1.0"),
+    ),
+    "a temperature of 0": ({"objective": {"name": "sapo", "temperature_pos": 0.0}}, ("`temperature_pos`", "above 0")),
+    "loss_type of another": ({"objective": "grpo", "loss_type": "sapo"}, ("`loss_type`='sapo'", "`objective`='grpo'")),
     "loss_type beside reinforce": (
         {"objective": "reinforce", "loss_type": "grpo"},
         ("`loss_type`='grpo'", "`objective`='reinforce'", "no counterpart"),
@@ -124,8 +132,8 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("`kl.coefficient` is 0.1", "`beta` is 0.2"),
     ),
     "kl beside TRL's loss": (
-        {"kl": {"estimator": "k2", "coefficient": 0.1}, "loss_type": "sapo"},
-        ("`kl`", "sapo", "`beta`"),
+        {"kl": {"estimator": "k2", "coefficient": 0.1}, "delta": 1.1},
+        ("`kl`", "delta=1.1", "`beta`"),
     ),
     "kl as a number": ({"kl": 0.1}, ("`kl.estimator` is 0.1", "{estimator: k2, coefficient: 0.1}")),
     "epsilon of an advantage object": (
@@ -161,17 +169,6 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no generation": ({"num_generations": 0}, ("`num_generations` is 0",)),
     "no rows": ({"per_device_train_batch_size": 0}, ("`per_device_train_batch_size` is 0",)),
 }
-NOT_HONOURED: dict[str, Any] = {
-    "top_entropy_quantile": 0.5,
-    "entropy_coef": 0.1,
-    "use_adaptive_entropy": True,
-    "entropy_target": 0.5,
-    "entropy_coef_delta": 0.1,
-    "off_policy_mask_threshold": 0.5,
-    "multi_objective_aggregation": "normalize_then_sum",
-    "sapo_temperature_neg": 2.0,
-    "vespo_k_pos": 1.0,
-}
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
@@ -182,11 +179,40 @@ def test_refused(name: str) -> None:
     assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
 
 
-@pytest.mark.parametrize("name", list(NOT_HONOURED))
-def test_option_of_trls_loss_is_refused_beside_objective_and_accepted_without(name: str) -> None:
-    with pytest.raises(ValueError, match=f"`{name}`.*`objective`='grpo' does not honour"):
-        config(objective="grpo", **{name: NOT_HONOURED[name]})
-    assert getattr(config(**{name: NOT_HONOURED[name]}), name) == NOT_HONOURED[name]
+def test_trls_settings_of_the_loss_make_parts_beside_an_objective_and_without() -> None:
+    """Once refused beside `objective`."""
+    gates = {"off_policy_mask_threshold": 0.5}
+    steered = {"use_adaptive_entropy": True, "entropy_target": 0.5, "entropy_coef_delta": 0.1, "entropy_coef_max": 0.3}
+    for name in ({"objective": "grpo"}, {"loss_type": "grpo"}):
+        found = config(**name, **gates, entropy_coef=0.01).algorithm
+        assert found.objective.gates == (OffPolicyMask(0.5),)
+        assert found.objective.entropy == EntropyBonus(0.01)
+        assert (found.names["gates"], found.names["entropy"]) == ("OffPolicyMask(threshold=0.5)", "entropy_coef=0.01")
+        bonus = config(**name, **steered).algorithm.objective.entropy
+        assert bonus == EntropyBonus(0.0, AdaptiveEntropy(0.5, 0.1, 0.0, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("flat", "own", "made"),
+    [
+        ({"sapo_temperature_neg": 2.0}, {"name": "sapo", "temperature_neg": 2.0}, SoftGate(2.0, 1.0)),
+        ({"vespo_k_pos": 1.0}, {"name": "vespo", "k_pos": 1.0}, GammaWeight(1.0)),
+        ({"epsilon_high": 2.5e-3, "epsilon": 2e-3}, {"name": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3},
+         Clipped(2e-3, 2.5e-3)),
+    ],
+    ids=["sapo", "vespo", "luspo"],
+)  # fmt: skip
+def test_a_loss_of_trls_is_a_preset_with_the_same_knobs(flat: dict[str, Any], own: dict[str, Any], made: Any) -> None:
+    name = own["name"]
+    level = "sequence" if name == "luspo" else "token"
+    drop_in = config(loss_type=name, importance_sampling_level=level, **flat)
+    beside, written = config(objective=name, **flat), config(objective=own)
+    for found in (drop_in, beside, written):
+        assert found.algorithm.objective.surrogate == made
+        assert (found.loss_type, found.importance_sampling_level) == (name, level)
+        assert {key: getattr(found, key) for key in flat} == flat
+    parts = [(o.aggregate, o.ratio, o.gates) for o in (f.algorithm.objective for f in (drop_in, beside, written))]
+    assert parts[0] == parts[1] == parts[2]
 
 
 @pytest.mark.parametrize("wrong", [{"learning_rat": 1.0}, {"kl": {"estimater": "k2"}}], ids=str)
@@ -306,14 +332,3 @@ def test_json_of_every_kind_of_part() -> None:
 def test_a_setting_of_an_earlier_release_is_named_with_a_pointer() -> None:
     with pytest.raises(ValueError, match=r"`LabConfig` has no setting 'max_prompt_length'.*release notes of trl"):
         LabConfig("o", max_prompt_length=1)
-
-
-@pytest.mark.parametrize("name", TRLS_OWN)
-def test_a_loss_of_trls_own_is_no_objective(name: str) -> None:
-    """The answer was "did you mean 'gspo'?"."""
-    with pytest.raises(
-        ValueError, match=f"`objective` is '{name}', which is a loss of TRL's own: set `loss_type: {name}`"
-    ):
-        LabConfig("o", bf16=False, objective=name)
-    level = "sequence" if name == "luspo" else "token"
-    assert LabConfig("o", bf16=False, loss_type=name, importance_sampling_level=level).loss_type == name

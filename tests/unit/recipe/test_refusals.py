@@ -90,8 +90,6 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (("train",), ["--vllm_mode", "colocat"], "`vllm_mode` is 'colocat'; did you mean 'colocate'"),
     (("train",), ["--loss_type", "gspo"], r"`loss_type` is 'gspo'.* Allowed: .*; 'gspo' is an `objective` here"),
     (("train",), ["--scale_rewards", "grup"], "`scale_rewards` is 'grup'; did you mean 'group'"),
-    (("train",), ["--objective", "vespo"], "`objective` is 'vespo', which is a loss of TRL's own: set `loss_type: "
-        "vespo`, and leave"),
     (("train",), ["--max_prompt_length", "64"], "has no setting 'max_prompt_length'.*release notes of trl"),
     (("train",), ["--evalution", "3"], "the recipe has no setting 'evalution'; did you mean 'evaluation'"),
     (("train",), ["--learning_rate", "-1"], "`learning_rate` is -1; it must be a finite number of at least 0"),

@@ -15,6 +15,7 @@ from grpo_lab.update import LiveConditions, live_rows, why_all_rows, why_stock_b
 EXACT = LiveConditions(
     kl_in_loss=0.0,
     value_loss=0.0,
+    entropy_bonus="",
     pull="",
     moe_aux_loss=0.0,
     dropout=0.0,
@@ -35,6 +36,7 @@ EXACT = LiveConditions(
 BREAKS = [
     ("kl_in_loss", 0.04, "beta=0.04", False),
     ("value_loss", 0.5, "value loss", False),
+    ("entropy_bonus", "entropy_coef=0.01", "the entropy bonus (entropy_coef=0.01)", False),
     ("pull", "the surrogate `Mine`", "the surrogate `Mine`: the loss of a row does not vanish", False),
     ("moe_aux_loss", 0.001, "router_aux_loss_coef=0.001", True),
     ("dropout", 0.05, "update.randomness: same_distribution", True),

@@ -1,0 +1,79 @@
+"""VESPO: a completion's importance weight, reshaped by a smooth kernel, times the score."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import TokenBatch, masked_sum, safe
+from grpo_lab.objectives.clipped import LiteralRow
+
+#: nats: where log-ratios of a token, and the log of the whole weight, are held
+HIGHEST = 20.0
+LOWEST = math.log(1e-8)
+
+
+@dataclass(frozen=True)
+class GammaWeight:
+    """loss_t = −sg(φ(w)) · Â · log π(y_t),  φ(w) = w^k · e^{λ (1 − w)},  w = Π_s π(y_s)/μ(y_s), μ the sampler.
+
+    φ(1) = 1; a weight far from 1 fades on either side, without a length in it. k and λ depend on the sign of Â. The
+    sampler's correction π_old/μ is a factor of w (``applies_correction``), as the run's correction has it: truncated or
+    masked tokens count as it says.
+
+    Source: VESPO (arXiv 2602.10693, §3.4; c₁ = k, c₂ = λ), by TRL 1.16's ``get_gamma_weights`` and the authors' code
+    (github.com/FloyedShen/VESPO), which clamps log-ratios at ±20 and w at 1e-8. The ratio's level has no effect.
+
+    Args:
+        k_pos, lambda_pos: k ≥ 0 and λ > 0 where Â ≥ 0; TRL's ``vespo_k_pos``, ``vespo_lambda_pos``.
+        k_neg, lambda_neg: the same where Â < 0.
+    """
+
+    k_pos: float = 2.0
+    lambda_pos: float = 3.0
+    k_neg: float = 3.0
+    lambda_neg: float = 2.0
+
+    reads_ratio: ClassVar[bool] = False
+    applies_correction: ClassVar[bool] = True
+    #: not 0 where the advantage is 0: a mean over computed rows
+    of_computed_rows: ClassVar[tuple[str, ...]] = ("vespo/phi_seq_mean",)
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        return -self.weight(batch) * batch.advantages * batch.logps
+
+    @torch.no_grad()
+    def weight(self, batch: TokenBatch) -> Tensor:
+        """Return φ(w), ``[B, 1]``; ``[B, T]`` where tokens have advantages of their own."""
+        positive = batch.advantages >= 0
+        k = torch.full_like(batch.advantages, self.k_neg).masked_fill(positive, self.k_pos)
+        decay = torch.full_like(batch.advantages, self.lambda_neg).masked_fill(positive, self.lambda_pos)
+        decay = decay.clamp(min=1e-4)
+        log_weight = _log_weight(batch)
+        return torch.exp(decay + k * log_weight - decay * log_weight.exp()).nan_to_num(nan=0.0, posinf=0.0)
+
+    def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """Return φ(w) of each completion, as TRL logs it."""
+        return {"vespo/phi_seq_mean": self.weight(batch)}
+
+    def literal(self, row: LiteralRow, t: int) -> float:
+        """Compute the loss of token ``t`` with plain floats."""
+        moved = [new - old for new, old in zip(row.logps, row.proximal_logps, strict=True)]
+        total = min(max(sum(min(max(step, -HIGHEST), HIGHEST) for step in moved), LOWEST), HIGHEST)
+        k, decay = (self.k_pos, self.lambda_pos) if row.advantage >= 0 else (self.k_neg, self.lambda_neg)
+        return -math.exp(decay + k * total - decay * math.exp(total)) * row.advantage * row.logps[t]
+
+
+def _log_weight(batch: TokenBatch) -> Tensor:
+    moved = safe(batch.logps - batch.proximal_logps, batch.mask).clamp(-HIGHEST, HIGHEST)
+    total = masked_sum(moved, batch.mask, dim=-1).unsqueeze(-1)
+    if batch.sampler_weights is not None:
+        correction = batch.sampler_weights.log().clamp(LOWEST, HIGHEST)
+        if correction.shape == batch.mask.shape:
+            correction = safe(correction, batch.mask)
+        total = total + correction.sum(-1, keepdim=True)
+    return total.clamp(LOWEST, HIGHEST)

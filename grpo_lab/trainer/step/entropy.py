@@ -1,0 +1,112 @@
+"""The entropy bonus in a run: what it adds to the loss, how its coefficient moves, and what is logged of both.
+
+The coefficient and the entropy of the step before stand in TRL's own attributes, so TRL's checkpoint holds them
+(``entropy_ctrl_state.json``). All micro-batches of an optimizer step apply what the step before left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import Denominators, TokenBatch, masked_sum
+from grpo_lab.objectives import EntropyBonus, kept_tokens, token_mean
+from grpo_lab.trainer.critic import is_warming_up
+from grpo_lab.trainer.ports import UpdatePort
+from grpo_lab.trainer.ranks import named_place
+from grpo_lab.trainer.row_table import Carried, loss_mask
+from grpo_lab.trainer.settings.algorithm import entropy_bonus
+
+
+class EntropyOfStep:
+    """Adds the bonus to the losses of an optimizer step, and measures the step's entropy and policy loss."""
+
+    def __init__(self, trainer: UpdatePort) -> None:
+        self._trainer = trainer
+        self.begin()
+
+    @property
+    def bonus(self) -> EntropyBonus | None:
+        """The bonus as the arguments have it now, which a callback may change; None if the objective has none."""
+        objective = self._trainer.algorithm.objective
+        if objective is None or objective.entropy is None:
+            return None
+        return entropy_bonus(self._trainer.args) or objective.entropy
+
+    def begin(self) -> None:
+        """Forget what was measured of the current step."""
+        self._entropy: Tensor | None = None  # nats and tokens of this rank's rows so far, [2]
+        self._policy_loss: Tensor | None = None
+
+    def counted(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the micro-batches with the number of tokens that the bonus is the mean of, on each row."""
+        if self.bonus is None:
+            return window
+        marked = [dict(batch) for batch in window]
+        for batch in marked:
+            mask = loss_mask(batch)
+            tokens = mask.sum().clamp(min=1).float()
+            Carried(batch).bonus_tokens = tokens.repeat(mask.size(0))
+        return marked
+
+    def added(self, policy_loss: Tensor, batch: TokenBatch, denominators: Denominators) -> Tensor:
+        """Return the loss of some rows with their bonus. Rows that are not ``counted`` are a whole micro-batch."""
+        bonus = self.bonus
+        if bonus is None:
+            return policy_loss
+        kept = kept_tokens(batch)
+        self._measure(policy_loss.detach(), batch, kept)
+        coefficient = self._coefficient(bonus)
+        if coefficient == 0:
+            return policy_loss
+        tokens = Carried(dict(batch.extras)).bonus_tokens
+        tokens = kept.sum().clamp(min=1) if tokens is None else tokens.unsqueeze(1)
+        return policy_loss + bonus.loss(batch, replace(denominators, micro_batch_tokens=tokens), coefficient)
+
+    def _coefficient(self, bonus: EntropyBonus) -> float:
+        """Return c in force; 0 while a critic learns alone."""
+        trainer = self._trainer
+        if is_warming_up(trainer):
+            return 0.0
+        if bonus.control is None:
+            return trainer.entropy_coef
+        return bonus.control.in_force(trainer.entropy_coef, trainer.last_entropy)
+
+    @torch.no_grad()
+    def _measure(self, policy_loss: Tensor, batch: TokenBatch, kept: Tensor) -> None:
+        assert batch.entropies is not None  # the policy's head makes them
+        entropy = torch.stack([masked_sum(batch.entropies, kept).float(), kept.sum().float()])
+        self._entropy = entropy if self._entropy is None else self._entropy + entropy
+        self._policy_loss = policy_loss if self._policy_loss is None else self._policy_loss + policy_loss
+
+    def record(self, micro_batches: int, accumulation: float) -> None:
+        """Log the policy loss of the rows measured since the last call, which are ``micro_batches`` of a step of
+        ``accumulation``: the step's loss. A drop-in logs what TRL does: of ``token_mean``, whose loss is a share of the
+        step's, the mean over micro-batches."""
+        if self._policy_loss is None:
+            return
+        trainer = self._trainer
+        objective = trainer.algorithm.objective
+        assert objective is not None
+        of_one = self._policy_loss / micro_batches
+        if trainer.lab_settings.objective is not None or objective.aggregate is not token_mean:
+            of_one = of_one * accumulation
+        self._policy_loss = None
+        trainer.recorder.book().add("policy_loss", of_one.repeat(micro_batches), torch.ones(micro_batches))
+
+    def end_step(self) -> None:
+        """Move the coefficient by the entropy over all ranks, and log it. A collective where it can move."""
+        bonus = self.bonus
+        if bonus is None:
+            return
+        trainer = self._trainer
+        if bonus.control is not None and self._entropy is not None and not is_warming_up(trainer):
+            with named_place("entropy of all ranks"):
+                nats, tokens = trainer.accelerator.reduce(self._entropy, reduction="sum").tolist()
+            trainer.last_entropy = nats / max(tokens, 1.0)
+            trainer.entropy_coef = bonus.control.following(trainer.entropy_coef, trainer.last_entropy)
+        self.begin()
+        trainer.recorder.book().add_alike("entropy_coef", torch.tensor([trainer.entropy_coef]), 1)
