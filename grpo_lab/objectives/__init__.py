@@ -38,7 +38,9 @@ from grpo_lab.objectives.ratios import (
     sequence_log_ratio,
     token_log_ratio,
 )
+from grpo_lab.objectives.sapo import SoftGate
 from grpo_lab.objectives.trust_region import KLRegion, PrimeRL, TotalVariationRegion
+from grpo_lab.objectives.vespo import GammaWeight
 
 __all__ = [
     "AGGREGATIONS", "CORRECTIONS", "PRESETS", "RATIO_LEVELS", "SURROGATES", "AdaptiveEntropy", "AdaptiveKL",
