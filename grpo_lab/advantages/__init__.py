@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_lab import registry
 from grpo_lab.advantages.group import BatchZScore, GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
+from grpo_lab.advantages.mixed import MixedAdvantage
 from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
 from grpo_lab.advantages.returns import GAE, Returns, gae, reads_values, reward_to_go
 from grpo_lab.advantages.success_rate import MaxRL, PassAtK, PasskMargin
@@ -56,6 +57,7 @@ __all__ = [
     "GroupZScore",
     "LeaveOneOut",
     "MaxRL",
+    "MixedAdvantage",
     "Moments",
     "PassAtK",
     "PasskMargin",

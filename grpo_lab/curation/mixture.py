@@ -98,7 +98,7 @@ class MixtureSampler(RoundSampler):
         self._order.append(order)
         self._places.append(places)
 
-    def _shape(self) -> dict[str, Any]:  # type: ignore[override]
+    def _shape(self) -> dict[str, Any]:
         rows = [len(rows) for rows in self.rows]
         return {**super()._shape(), "weights": self.weights, "rows": rows}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -152,6 +153,22 @@ PANELS = [
         shape=FROM_ZERO,
     ),
 ]
+_OF_TASKS = [
+    Panel(
+        "Reward by task",
+        "Mean over a task's completions of a step. Tasks have rewards of their own, so compare a line with itself.",
+        "reward per completion",
+        {"": ("tasks/<task>/reward",)},
+        shape=FROM_ZERO,
+    ),
+    Panel(
+        "Live completions by task",
+        "Share of a task's completions whose gradient is not zero. A line falls where a task is solved, or given up.",
+        "share of completions",
+        {"": ("tasks/<task>/live_share",)},
+        shape=SHARE,
+    ),
+]
 _EACH_REWARD = re.compile(r"rewards/.+/mean", re.DOTALL)
 _UNITS = [("share|ratio|frac_", "share"), ("length|tokens", "tokens"), ("^(eval_)?reward", "reward"), ("_time$", "s")]
 
@@ -166,7 +183,17 @@ def panels_of(*records: RunRecord) -> list[Panel]:
     meaning = "Mean over the completions of a step: training problems, sampled. Components before weighting."
     reward = Panel("Reward", meaning, "reward per completion", {"total": ("reward",), **single}, shape=FROM_ZERO)
     critic = any(record.first_of("ppo/task_reward") for record in records)
-    return [reward, *(panel for panel in PANELS if not (critic and panel.title == DEAD_GROUPS))]
+    of_tasks = [panel for panel in map(functools.partial(_by_task, records), _OF_TASKS) if panel.lines]
+    return [reward, *of_tasks, *(panel for panel in PANELS if not (critic and panel.title == DEAD_GROUPS))]
+
+
+def _by_task(records: Sequence[RunRecord], panel: Panel) -> Panel:
+    """Return the panel of a mixture's metric with a line a task; without lines if no run has tasks."""
+    (metric,) = panel.metrics
+    begins, ends = metric.split("<task>")
+    names = {name for one in records for name in one.metrics if name.startswith(begins) and name.endswith(ends)}
+    lines = {name.removeprefix(begins).removesuffix(ends): (name,) for name in sorted(names)}
+    return panel._replace(lines=lines)
 
 
 def panel_figures(record: RunRecord) -> tuple[list[Figure], list[str]]:

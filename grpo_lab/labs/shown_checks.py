@@ -81,10 +81,10 @@ def _logged_by(jobs: Iterable[Job]) -> list[str] | None:
         rewards = job.trainer.declared_rewards([*job.rewards])
         parts = [one for one in (*rewards, *job.arguments.get("callbacks", ())) if not isinstance(one, str)]
         if (objective := job.config.algorithm.objective) is not None:
-            parts.append(objective.surrogate)
+            parts += [one.surrogate for one in objective.each]
         if job.arguments.get("environment_factory") is not None or team_may_log(job.trainer, parts):
             return None
-        names |= dict.fromkeys(logged_names(map(reward_name, rewards)))
+        names |= dict.fromkeys(logged_names(map(reward_name, rewards), job.config.lab_settings.tasks))
     return [*names] or None
 
 

@@ -106,9 +106,9 @@ class ForTask(_Wrapped):
             own["log_extra"] = log_extra
         return mine, own
 
-    def _spread(self, mine: list[int], values: Any, inputs: Mapping[str, Any]) -> Any:
-        if mine and not (isinstance(values, Sequence) and len(values) == len(mine)):
-            return values  # whoever calls a reward says what is wrong with that
+    def _spread(self, mine: list[int], values: Any, inputs: Mapping[str, Any]) -> Values:
+        if mine and not (isinstance(values, list | tuple) and len(values) == len(mine)):
+            return values  # type: ignore[no-any-return]  # whoever calls a reward says what is wrong with that
         return _scattered(mine, values, len(inputs["completions"]))
 
 
@@ -144,7 +144,8 @@ class GroupForTask(_Wrapped, GroupReward):
         if tasks[0] != self.task:
             return [None] * len(group)
         own = {name.removeprefix(f"{self.task}/"): values for name, values in group.rewards.items()}
-        return self.reward.score_group(replace(group, rewards=own))  # type: ignore[no-any-return]
+        scores: Sequence[float | None] = self.reward.score_group(replace(group, rewards=own))
+        return scores
 
     def needs_progress(self) -> bool:
         return bool(self.reward.needs_progress())

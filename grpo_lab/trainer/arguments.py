@@ -14,11 +14,13 @@ from trl import GRPOConfig
 
 from grpo_lab.engines.generators import check_template_kwargs
 from grpo_lab.rewards import AccuracyReward, CodeReward
+from grpo_lab.rewards.for_task import ForTask
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.generation.prompt_order import with_row_numbers
 from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs, check_loss_type, check_weights
 from grpo_lab.trainer.settings.parse import LabSettings
+from grpo_lab.trainer.settings.tasks import check_rewards, check_rows
 
 
 def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
@@ -198,6 +200,12 @@ def resolve_arguments(
         check_weights(args.reward_weights, reward_funcs)
     check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
     settings = args.lab_settings
+    if settings.tasks:
+        check_rows(settings.tasks, train_dataset, "train_dataset")
+        for name, rows in eval_dataset.items() if isinstance(eval_dataset, dict) else [("", eval_dataset)]:
+            if rows is not None:
+                check_rows(settings.tasks, rows, f"eval_dataset.{name}" if name else "eval_dataset")
+        check_rewards(settings.tasks, reward_funcs)
     if settings.update.dead_groups == "resample" and not isinstance(train_dataset, Dataset):
         raise ValueError(
             f"`update.dead_groups: resample` draws further prompts by index, but `train_dataset` is a "
@@ -218,6 +226,8 @@ def warm_up(reward_funcs: Any, rows: Any) -> None:
     answers need it. The code reward logs which protections its sandbox has here. Raises ValueError if these are too
     few."""
     for reward in as_list(reward_funcs):
+        if isinstance(reward, ForTask):
+            reward = reward.reward
         if isinstance(reward, CodeReward):
             reward.warm_up()
         if isinstance(reward, AccuracyReward) and isinstance(rows, Dataset) and "solution" in rows.column_names:

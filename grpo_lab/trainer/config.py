@@ -20,6 +20,7 @@ from grpo_lab.trainer.settings.correction import MODE, agree_on_correction, chec
 from grpo_lab.trainer.settings.knobs import with_registered, written
 from grpo_lab.trainer.settings.limits import EARLIER, check_batch_sizes, check_choices
 from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
+from grpo_lab.trainer.settings.tasks import CONFLICTS
 
 NameOrMapping = dict[str, Any] | str | None
 
@@ -67,6 +68,9 @@ class LabConfig(GRPOConfig):
             generation batch (``generation``). ``None``: it stays the start model, unless TRL's ``sync_ref_model`` moves
             it.
         sampler: which prompt comes next: a name, or a mapping (``SamplerSettings``). ``None``: TRL's shuffled order.
+        tasks: the tasks of a mixture, ``{name: {weight: …, objective: …, advantage: …, loss_weight: …, denominators:
+            all|own}}`` (``TaskSettings``). Every generation batch holds them by their weights. The data set names the
+            task of a row in its column ``task``.
         update: ``"off"`` computes the update as stock TRL does; a mapping (``UpdateSettings``) configures the exact
             update. ``None``: exact, without rows that contribute nothing (``dead_groups: skip``). Under dropout it is
             exact in distribution if ``objective`` is set, and draw by draw if not.
@@ -98,6 +102,7 @@ class LabConfig(GRPOConfig):
     reset_optimizer: bool | None = None
     reference_every: int | str | None = None
     sampler: NameOrMapping = None
+    tasks: NameOrMapping = None
     update: NameOrMapping = None
     guard: NameOrMapping = None
     max_hours: float | None = None
@@ -154,6 +159,8 @@ class LabConfig(GRPOConfig):
             setattr(self, MODE, "token_truncate")
         refuse(AHEAD[ours.rollout.earlier_policy], Case(self, ours))
         refuse(BEFORE, Case(self, ours))
+        if ours.tasks:
+            refuse(CONFLICTS, Case(self, ours))
         refuse_sampling_keys(self)
         agree_with_trl(self, ours)
         if ours.kl is not None and ours.kl.coefficient is not None:

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from grpo_lab.batch import TASK
+from grpo_lab.objectives.mixed import TASK_ROWS, TASK_TOKENS
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 
 Ints = NDArray[np.int64]
@@ -76,7 +78,10 @@ class Carried:
             ``token_weights_every``.
         bonus_tokens: float ``[B]``, tokens of the row's micro-batch that an entropy bonus is the mean of; only while
             an optimizer step with a bonus is computed.
-        pass_rate: float ``[B]``, share of right answers in the row's group, NaN if unknown; for
+            task: long ``[B]``, the number of the row's task; only with ``tasks``.
+        task_rows, task_tokens: float32 ``[B]``, the share of the row's task in the rows, and in the loss tokens, of its
+            generation batch; only if a task has denominators of its own.
+            pass_rate: float ``[B]``, share of right answers in the row's group, NaN if unknown; for
             ``token_weights_every``.
     """
 
@@ -90,6 +95,9 @@ class Carried:
     length_quartile = _Field(f"{OURS}length_quartile")
     bonus_tokens = _Field(f"{OURS}bonus_tokens")
     pass_rate = _Field(f"{OURS}pass_rate")
+    task = _Field(TASK)
+    task_rows = _Field(TASK_ROWS)
+    task_tokens = _Field(TASK_TOKENS)
     old_values = _Field(f"{OURS}old_values")
     returns = _Field(f"{OURS}returns")
     position_offset = _Field(POSITION_OFFSET)

@@ -66,7 +66,7 @@ class StepComponents:
         own_hook = trl_bridge.teams(trainer, "compute_advantages") is not None
         check_steps(trainer.reward_funcs, algorithm.advantage, own_hook, trainer._tokenizer, kl)
         trainer.rollout_func = thinking_rollout(trainer, settings.rollout, resolved.environment_factory)
-        self.prompts = PromptOrder(settings.sampler, trainer.args, trainer.num_generations, trainer.phase.every)
+        self.prompts = PromptOrder(settings, trainer.args, trainer.num_generations, trainer.phase.every)
         self.sync_proof = SyncProof(trainer, settings.rollout)
         batches = batches_ahead(settings.rollout, trainer.max_completion_length)
         self.ahead = ReadAhead(batches * trainer.phase.every)
@@ -182,7 +182,7 @@ def has_own_loss(trainer: Numbers) -> bool:
     """Return whether the loss is a team's: a method of its own, or a part for which this package has no formula."""
     objective = trainer.algorithm.objective
     overridden = any(trl_bridge.teams(trainer, hook) is not None for hook in ("token_loss", "_compute_loss"))
-    return overridden or (objective is not None and not has_formula(objective))
+    return overridden or (objective is not None and not all(map(has_formula, objective.each)))
 
 
 def prove(trainer: GRPOTrainer) -> None:
@@ -197,7 +197,8 @@ def prove(trainer: GRPOTrainer) -> None:
     if trainer.algorithm.correction is not None:
         prove_correction(trainer.algorithm.correction)
     with trainer.recorder.unrecorded():
-        trainer.say(prove_loss(trainer.token_loss, objective, of_team))
+        for one in objective.each:
+            trainer.say(prove_loss(trainer.token_loss, one, of_team))
     uneven = uneven_evaluation(trainer.args, trainer.eval_dataset, trainer.num_generations_eval)
     for warning in (idle_pull(trainer), shared_names(trainer.reward_func_names), uneven):
         if warning is not None:

@@ -103,6 +103,16 @@ CASES = [
         {"objective": "dapo", "max_grad_norm": 0.1, "gradient_checkpointing": True},
         worlds=TWO,
     ),
+    *(
+        Case(
+            f"mixture-{update.get('share_prompts', 'auto')}",
+            SPLIT,
+            {"objective": "dapo", "update": update, "beta": 0.01}
+            | {"tasks": {"add": {"weight": 2, "denominators": "own"}, "sort": {"objective": "gspo"}}},
+            worlds=TWO,
+        )
+        for update in ({"share_prompts": "on"}, {"share_prompts": "off", "max_tokens": 40})
+    ),
     Case("truncated-masked", SPLIT, {"objective": "grpo", "mask_truncated_completions": True}, worlds=TWO),
     *(
         Case(

@@ -95,7 +95,7 @@ def build(model_folder: str, out: Path, run: dict[str, Any], accuracy: Accuracy)
         model=AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32),
         reward_funcs=rewards_of(run["reward"], accuracy, run["stock"]),
         args=(GRPOConfig if run["stock"] else LabConfig)(**settings),
-        train_dataset=problems(24),
+        train_dataset=problems(24).add_column("task", [("add", "sort")[row % 3 == 1] for row in range(24)]),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"]) if run.get("adapter") else None,
         rollout_func=ScriptedRollout(

@@ -60,6 +60,7 @@ def _batch(
     # up to half a nat from the proximal policy, to either side, and a probability
     sampler = (old - 0.5 * torch.sin(5 * step)).clamp(max=-1e-3)
     logps.requires_grad_(True)
+    marks = {name: torch.full((mask.size(0), 1), number) for name, number in objective.marks.items()}
     batch = TokenBatch(
         logps=logps,
         proximal_logps=old,
@@ -68,7 +69,7 @@ def _batch(
         mask=mask,
         ref_logps=(logps + to_ref).detach(),
         entropies=entropies,
-        extras={SAMPLER_LOGPS: sampler},
+        extras={SAMPLER_LOGPS: sampler, **marks},
     )
     return with_choices(objective, batch)
 

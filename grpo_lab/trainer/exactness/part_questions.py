@@ -201,11 +201,18 @@ def has_team_parts(trainer: Numbers) -> bool:
     """Return whether the loss in force has a part that is not this package's, so that the answers may change during the
     run."""
     objective = trainer.algorithm.objective
-    return objective is not None and any(_team_parts(trainer, objective))
+    return objective is not None and any(any(_team_parts(trainer, one)) for one in objective.each)
 
 
 def answers(trainer: StepPort, objective: Objective) -> Answers:
-    """Test the loss parts in force on toy batches; the answers are the same on every rank."""
+    """Test the loss parts in force on toy batches; the answers are the same on every rank. Of a mixture those of every
+    task are asked, and the strictest counts."""
+    found = [_answers(trainer, one) for one in objective.each]
+    stock = next((one.stock for one in found if one.stock is not None), None)
+    return Answers(stock, next((one.pull for one in found if one.pull), ""))
+
+
+def _answers(trainer: StepPort, objective: Objective) -> Answers:
     of_token, of_average = _team_parts(trainer, objective)
     parts = [*of_token, *of_average]
     names = " and ".join(parts)

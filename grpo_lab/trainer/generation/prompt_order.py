@@ -3,6 +3,7 @@
     sampler: {name: prioritized}                                     P(i) ∝ max(1 − s_i, floor), s_i from the run itself
     sampler: {name: curriculum, pass_rate_column: pass_rate}         easy → hard
     sampler: {name: uniform_then_hard, uniform_rounds: 50}           all problems first, then those below `hard_below`
+    tasks: {arithmetic: {weight: 3}, sorting: {}}                    each task by its weight
 
 The samplers are in `grpo_lab/curation` (formulas, sources). The data set gets a column with each row's number. So a
 reward counts for its problem even if its prompt was drawn past the sampler (`update.dead_groups: resample`).
@@ -19,11 +20,19 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 
-from grpo_lab.curation import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
+from grpo_lab.curation import (
+    CurriculumSampler,
+    MixtureSampler,
+    PrioritizedSampler,
+    RoundSampler,
+    UniformThenHardSampler,
+)
+from grpo_lab.rewards.for_task import COLUMN
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.resume.state import STATE, SavedState
+from grpo_lab.trainer.settings.parse import LabSettings
 from grpo_lab.trainer.settings.sampler import KNOBS, SamplerSettings
-from grpo_lab.trainer.trl_bridge.rewards import correctness_column
+from grpo_lab.trainer.trl_bridge.rewards import correctness_columns
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 ROW_COLUMN = "grpo_lab_row"
@@ -52,7 +61,7 @@ def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_func
         rewards = list(reward_funcs)
     else:
         rewards = [reward_funcs]
-    if correctness_column(rewards) is None:
+    if not correctness_columns(rewards):
         raise ValueError(
             "`sampler: prioritized` needs a reward that measures correctness, and none of `reward_funcs` does: an "
             "AccuracyReward, a function called accuracy_reward, or one with the attribute measures_correctness = True"
@@ -68,12 +77,13 @@ def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 class PromptOrder:
-    """Builds, feeds and saves the sampler of a training. Does nothing if ``sampler`` is not set."""
+    """Builds, feeds and saves the sampler of a training. Does nothing if neither ``sampler`` nor ``tasks`` is set."""
 
-    holds = "with `sampler` what it knows of the prompts"
+    holds = "with `sampler` what it knows of the prompts, with `tasks` how they are shared out"
 
-    def __init__(self, settings: SamplerSettings | None, args: Any, group_size: int, every: int) -> None:
-        self.settings = settings
+    def __init__(self, settings: LabSettings, args: Any, group_size: int, every: int) -> None:
+        self.settings = settings.sampler
+        self._tasks = settings.tasks
         self._args = args
         self._group_size = group_size
         self._every = every
@@ -82,10 +92,12 @@ class PromptOrder:
     def built(self, dataset: Any) -> RoundSampler | None:
         """Return a new sampler in the shape of TRL's `RepeatSampler`, or None if TRL's own is to be used."""
         settings = self.settings
-        if settings is None:
+        if settings is None and not self._tasks:
             return None
         shape = {"mini_repeat_count": self._group_size, "repeat_count": self._every, "seed": self._args.seed}
         shape["batch_size"] = self._args.generation_batch_size // self._group_size
+        if settings is None:
+            return self._of_tasks(dataset, shape)
         rates = None
         if settings.column:
             rates = list(dataset[settings.column])
@@ -102,6 +114,16 @@ class PromptOrder:
                 self.sampler = UniformThenHardSampler(dataset, rates, **shape, **how)
         except ValueError as error:
             raise ValueError(f"`sampler`: {error}") from error
+        return self.sampler
+
+    def _of_tasks(self, dataset: Any, shape: dict[str, int]) -> RoundSampler:
+        """Return a new sampler that shares the prompts out to the tasks."""
+        numbers = {name: number for number, name in enumerate(self._tasks)}
+        weights = [task.weight for task in self._tasks.values()]
+        try:
+            self.sampler = MixtureSampler(dataset, [numbers[name] for name in dataset[COLUMN]], weights, **shape)
+        except ValueError as error:
+            raise ValueError(f"`tasks` {list(self._tasks)}: {error}") from error
         return self.sampler
 
     def learn(self, rows: Tensor, correct: Tensor | None) -> None:
@@ -132,10 +154,11 @@ class PromptOrder:
         """Restore the sampler from the checkpoint, before the first batch of the resumed epoch is drawn."""
         if self.sampler is None or saved is None:
             return
+        setting = "sampler" if self.settings else "tasks"
         if "sampler" not in saved.entries:
             raise ValueError(
-                f"`resume_from_checkpoint`: {saved.checkpoint} was written without `sampler` (no entry in its {STATE});"
-                " resume with the settings of the run, or leave `sampler` out"
+                f"`resume_from_checkpoint`: {saved.checkpoint} was written without `{setting}` (no entry in its "
+                f"{STATE}); resume with the settings of the run, or leave `{setting}` out"
             )
         try:
             self.sampler.load_state_dict(saved.entries["sampler"])

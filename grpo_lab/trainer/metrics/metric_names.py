@@ -1,7 +1,7 @@
 """All metric names that a run may log; docs/metrics.md explains each.
 
-``<name>`` stands for a reward's name. In evaluation every name has the prefix ``eval_``. Many belong to a setting, so
-no run logs all. Code of this package, TRL's trainer and transformers' log no others
+``<name>`` stands for a reward's name, ``<task>`` for a task's. In evaluation every name has the prefix ``eval_``. Many
+belong to a setting, so no run logs all. Code of this package, TRL's trainer and transformers' log no others
 (tests/unit/reports/test_metric_names.py); a team's may log any.
 """
 
@@ -52,7 +52,11 @@ OF_THE_UPDATE = (
     *(f"update/{what}" for what in ("resample_rounds", "resampled_share", "completions_generated")),
     *(f"guard/{what}" for what in ("left_out", "loss", "gradient", "reward", "log_prob", "advantage")),
 )
-OURS = (*OF_THE_LOSS, *OF_REWARDS, *OF_GENERATION, *OF_THE_UPDATE)
+OF_TASKS = (
+    *(f"tasks/<task>/{what}" for what in ("prompt_share", "reward", "dead_share", "mean_length", "truncated_share")),
+    *(f"tasks/<task>/{what}" for what in ("live_share", "loss", "entropy")),
+)
+OURS = (*OF_THE_LOSS, *OF_REWARDS, *OF_GENERATION, *OF_THE_UPDATE, *OF_TASKS)
 
 OF_TRL = (
     *("reward", "reward_std", "frac_reward_zero_std", "rewards/<name>/mean", "rewards/<name>/std"),
@@ -68,14 +72,13 @@ OF_TRANSFORMERS = (
 )
 
 
-def logged_names(rewards: Iterable[str]) -> list[str]:
-    """Return every name that a run with these ``rewards`` may log, unless a team's code logs more."""
+def logged_names(rewards: Iterable[str], tasks: Iterable[str] = ()) -> list[str]:
+    """Return every name that a run with these ``rewards`` and ``tasks`` may log, unless a team's code logs more."""
     found = dict[str, None]()
+    several = {"<name>": [*rewards], "<task>": [*tasks]}
     for name in (*OURS, *OF_TRL, *OF_TRANSFORMERS):
-        if "<name>" in name:
-            found |= dict.fromkeys(name.replace("<name>", one) for one in rewards)
-        else:
-            found[name] = None
+        mark = next((mark for mark in several if mark in name), None)
+        found |= dict.fromkeys([name] if mark is None else [name.replace(mark, one) for one in several[mark]])
     return ["step", *found, *(f"eval_{name}" for name in found if not name.startswith(("eval_", "train_")))]
 
 

@@ -51,11 +51,8 @@ class Rewarded:
     def picked(self, index: Tensor) -> Rewarded:
         """Return some rows (long ``[M]``, whole groups), in that order."""
         index = index.to(self.table.values.device)
-        steps = {column: steps.picked(index) for column, steps in self.table.steps.items()}
         place = index.to(self.lengths.device)
-        of_rows = {name: getattr(self, name)[place] for name in _OF_ROWS}
-        table = replace(self.table, values=self.table.values[index], steps=steps, lengths=of_rows["lengths"])
-        return Rewarded(table, **of_rows)
+        return Rewarded(self.table.picked(index), **{name: getattr(self, name)[place] for name in _OF_ROWS})
 
     @staticmethod
     def joined(parts: Sequence[Rewarded]) -> Rewarded:
@@ -64,7 +61,10 @@ class Rewarded:
         steps = {column: StepTable.joined([part.table.steps[column] for part in parts]) for column in first.steps}
         of_rows = {name: torch.cat([getattr(part, name) for part in parts]) for name in _OF_ROWS}
         values = torch.cat([part.table.values for part in parts])
-        return Rewarded(replace(first, values=values, steps=steps, lengths=of_rows["lengths"]), **of_rows)
+        tasks = None
+        if first.tasks is not None:
+            tasks = torch.cat([part.table.tasks for part in parts])  # type: ignore[misc]
+        return Rewarded(replace(first, values=values, steps=steps, lengths=of_rows["lengths"], tasks=tasks), **of_rows)
 
 
 @dataclass(frozen=True)

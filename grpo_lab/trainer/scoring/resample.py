@@ -1,4 +1,5 @@
 """Dynamic sampling: draw further prompts until the batch holds live groups only. Selection comes before advantages.
+In a mixture a dead group is replaced by one of its task.
 
     a group is *alike*   if all its outcomes are equal, and so are all its step scores (``groups/dead_share``)
     a group is *dead*    if the rule in force gives none of its loss tokens a nonzero advantage; else it is *live*
@@ -13,8 +14,10 @@ prompts, whose groups are mostly dead, appear less often than in the data set), 
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +27,7 @@ from torch import Tensor
 from grpo_lab.advantages import outcome_of
 from grpo_lab.advantages.group import has_equal, is_dead
 from grpo_lab.batch import RewardTable
+from grpo_lab.rewards.for_task import COLUMN
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.row_table import POSITION_OFFSET, RowTable
@@ -69,13 +73,14 @@ class Resampler:
             raise ValueError("`update.dead_groups: resample` is for text, and this batch is multimodal; use `skip`")
         local = first.batch["prompt_ids"].size(0)
         rounds = [first]
-        wanted = first.rewarded.table.values.size(0) // self.group_size
+        tasks = self._tasks(first)
+        wanted = len(tasks)
         chosen = self._live(rounds, [])
         while len(chosen) < wanted and len(rounds) < self.max_rounds:
-            rounds.append(score(self._draw(local, len(rounds))))
-            chosen = chosen + self._live(rounds, chosen)
+            rounds.append(score(self._draw(local, len(rounds), tasks)))
+            chosen = self._as_wanted(rounds, chosen + self._live(rounds, chosen))
         dead = [group for group in range(wanted) if group not in chosen]
-        chosen = (chosen + dead)[:wanted]
+        chosen = self._as_wanted(rounds, chosen + dead)
         book = self.trainer.recorder.book("train")
         device = self.trainer.accelerator.device
         for name, total, count in (
@@ -121,17 +126,51 @@ class Resampler:
         size = self.group_size
         return (torch.tensor(groups, dtype=torch.long).unsqueeze(1) * size + torch.arange(size)).flatten()
 
-    def _draw(self, local: int, round_: int) -> list[dict[str, Any]]:
-        """Draw this rank's rows of a further batch: each prompt G times, not repeated, groups contiguous over ranks."""
+    def _tasks(self, scored: Scored) -> list[int]:
+        """Return the task of each group; 0 for all without ``tasks``."""
+        tasks = scored.rewarded.table.tasks
+        if tasks is None:
+            return [0] * (scored.rewarded.table.values.size(0) // self.group_size)
+        return tasks[:: self.group_size].tolist()
+
+    def _as_wanted(self, rounds: list[Scored], groups: list[int]) -> list[int]:
+        """Return the first of ``groups``, as many of each task as the first round has."""
+        tasks = [task for scored in rounds for task in self._tasks(scored)]
+        left = Counter(self._tasks(rounds[0]))
+        kept = []
+        for group in groups:
+            if left[tasks[group]] > 0:
+                left[tasks[group]] -= 1
+                kept.append(group)
+        return kept
+
+    @functools.cached_property
+    def _pools(self) -> Sequence[Sequence[int]]:
+        """The rows of each task; all rows without ``tasks``."""
+        data = self.trainer.train_dataset
+        names = [*self.trainer.lab_settings.tasks]
+        if not names:
+            return [range(len(data))]
+        pools: list[list[int]] = [[] for _ in names]
+        for row, name in enumerate(data[COLUMN]):
+            pools[names.index(name)].append(row)
+        return pools
+
+    def _draw(self, local: int, round_: int, tasks: list[int]) -> list[dict[str, Any]]:
+        """Draw this rank's rows of a further batch: each prompt G times, not repeated, groups contiguous over ranks, of
+        the same ``tasks`` as the first round's."""
         trainer = self.trainer
         data = self.trainer.train_dataset
-        groups = local * trainer.accelerator.num_processes // self.group_size
         step = trainer.state.global_step
         micro_batch = trainer.phase.done % trainer.args.gradient_accumulation_steps
         within = f"/{micro_batch}" if micro_batch else ""  # an optimizer step may hold several generation batches
         rng = random.Random(f"resample/{trainer.args.seed}/{step}{within}/{round_}")
-        indices = rng.sample(range(len(data)), min(groups, len(data)))
-        indices += rng.choices(range(len(data)), k=groups - len(indices))
+        drawn = {}
+        for task, number in sorted(Counter(tasks).items()):
+            pool = self._pools[task]
+            rows = rng.sample(pool, min(number, len(pool)))
+            drawn[task] = iter(rows + rng.choices(pool, k=number - len(rows)))
+        indices = [next(drawn[task]) for task in tasks]
         first = trainer.accelerator.process_index * local
         return [dict(data[indices[row // self.group_size]]) for row in range(first, first + local)]
 

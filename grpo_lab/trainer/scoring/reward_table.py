@@ -30,7 +30,7 @@ from grpo_lab.settings import one_of
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import Faults, Numbers, StepPort
 from grpo_lab.trainer.ranks import named_place
-from grpo_lab.trainer.trl_bridge.rewards import correctness_column
+from grpo_lab.trainer.trl_bridge.rewards import correctness_columns
 from grpo_lab.verifiers.verdict import checked_scores
 
 #: Largest finite score. Scores are kept in float32, in which a larger one is infinite.
@@ -298,11 +298,15 @@ def truncated_rows(trainer: Numbers, completion_ids: list[list[int]]) -> list[bo
 
 
 def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
-    """Return the column ``[N]`` of the reward that measures correctness, NaN if unscorable; None without one."""
-    column = correctness_column(reward_funcs)
-    if column is None:
+    """Return the values ``[N]`` of the reward that measures correctness, NaN if unscorable; None without one. In a
+    mixture a row has those of its task's reward."""
+    columns = correctness_columns(reward_funcs)
+    if not columns:
         return None
-    return table.values[:, column]
+    found = table.values[:, columns[0]]
+    for column in columns[1:]:
+        found = torch.where(found.isnan(), table.values[:, column], found)
+    return found
 
 
 class WeightSchedules:

@@ -27,6 +27,7 @@ from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, whole_completions
 from grpo_lab.trainer.scoring.resample import alike
 from grpo_lab.trainer.scoring.reward_table import correctness, gathered_steps, truncated_rows, without_infinite
+from grpo_lab.trainer.scoring.tasks import mark_tasks, record_by_task, task_numbers
 from grpo_lab.trainer.settings.inputs import completion_limit
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 from grpo_lab.trainer.step.sampler_weights import check_reported, needs_batch, weigh_batch
@@ -67,10 +68,11 @@ class Scoring:
         values = trls(inputs, prompts, completions, completion_ids_list)
         tokens = [len(ids) for ids in completion_ids_list]
         cut = truncated_rows(trainer, completion_ids_list)
-        of_rows = list(zip(self._made or tokens, tokens, cut, row_numbers(inputs), strict=True))
+        of_tasks = task_numbers(trainer, inputs)
+        of_rows = list(zip(self._made or tokens, tokens, cut, row_numbers(inputs), of_tasks, strict=True))
         with named_place("lengths of all completions"):
             gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
-        lengths, tokens_in_all, truncated, numbers = gathered.unbind(1)
+        lengths, tokens_in_all, truncated, numbers, tasks = gathered.unbind(1)
         names = tuple(trainer.reward_func_names)
         size = trainer.current_group_size
         home = trl_bridge.home_of(trainer, "_calculate_rewards")
@@ -87,7 +89,8 @@ class Scoring:
         values = without_infinite(values, names, faults, f"`{home}._calculate_rewards`, column {{}},")
         steps = gathered_steps(trainer.step_scores, size)
         weights = trainer.reward_weights.detach().cpu()
-        table = RewardTable(values, names, weights, size, steps=steps, lengths=lengths)
+        of_all = tasks if trainer.lab_settings.tasks else None
+        table = RewardTable(values, names, weights, size, steps=steps, lengths=lengths, tasks=of_all)
         self.seen = Rewarded(table, lengths, tokens_in_all, truncated.bool(), numbers)
         if faults is not None and self._keys:
             first = trainer.accelerator.process_index * len(self._keys)
@@ -151,7 +154,9 @@ def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
     table = rewarded.table
     recorder = trainer.recorder
     correct = correctness(table, trainer.reward_funcs)
-    reward_metrics(recorder.book(), alike(table), rewarded.lengths, rewarded.truncated, correct)
+    dead = alike(table)
+    reward_metrics(recorder.book(), dead, rewarded.lengths, rewarded.truncated, correct)
+    record_by_task(trainer, rewarded, dead)
     share = rewarded.truncated.float().mean().item()
     if recorder.mode() == "train" and share > 0.20:
         recorder.say(
@@ -174,6 +179,7 @@ def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str
     mine = local_rows(trainer, batch)
     weighed = trainer.lab_settings.token_weights_every and trainer.model.training
     carried.policy_version = trainer.sampled_by(rows)
+    mark_tasks(trainer, table, batch)
     if scored.forwards.corrected or weighed:
         carried.length_quartile = length_quartiles(scored.rewarded.lengths)[mine]
     if weighed:

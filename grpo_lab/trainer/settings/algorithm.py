@@ -29,10 +29,12 @@ from grpo_lab.objectives import (
     preset,
     surrogate,
 )
+from grpo_lab.settings import read
 from grpo_lab.trainer.settings import knobs
 from grpo_lab.trainer.settings.knobs import in_words, name_of
 from grpo_lab.trainer.settings.limits import NOT_TRLS
-from grpo_lab.trainer.settings.parse import KLSettings, LabSettings, ObjectiveSettings, ValueSettings
+from grpo_lab.trainer.settings.parse import AdvantageSettings, KLSettings, LabSettings, ObjectiveSettings, ValueSettings
+from grpo_lab.trainer.settings.tasks import mixed
 from grpo_lab.trainer.trl_bridge import teams
 
 #: TRL's loss_type → aggregation, for the losses that we have, as presets of the same names
@@ -118,12 +120,32 @@ def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
     if settings.objective is None:
         found = _from_trl(args, settings)
     else:
-        found = _from_ours(args, settings.objective, settings)
+        found = _mixture(args, _from_ours(args, settings.objective, settings), settings)
     correction = knobs.correction_from(args, settings.correction)
     if settings.correction is None or correction is None:
         return found
     named = in_words(correction, settings.correction.name)
     return replace(found, correction=correction, names={**found.names, "correction": named})
+
+
+def _mixture(args: Any, whole: Algorithm, settings: LabSettings) -> Algorithm:
+    """Return the algorithm of all ``tasks``; ``whole``, the run's, without them."""
+    if not settings.tasks:
+        return whole
+    apart = {name: _of_task(name, settings) for name, task in settings.tasks.items() if task.has_own_rule}
+    own = {name: _from_ours(args, one.objective, one) for name, one in apart.items() if one.objective is not None}
+    return replace(whole, **mixed(whole, own, settings.tasks))
+
+
+def _of_task(name: str, settings: LabSettings) -> LabSettings:
+    """Return the run's settings with the objective and the advantage rule of one of its ``tasks``."""
+    task = settings.tasks[name]
+    objective, advantage = settings.objective, settings.advantage
+    if task.objective is not None:
+        objective, advantage = read(ObjectiveSettings, task.objective, f"tasks.{name}.objective"), None
+    if task.advantage is not None:
+        advantage = read(AdvantageSettings, task.advantage, f"tasks.{name}.advantage")
+    return knobs.with_registered(replace(settings, objective=objective, advantage=advantage, tasks={}))
 
 
 def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> Algorithm:

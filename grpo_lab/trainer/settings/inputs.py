@@ -193,7 +193,7 @@ def check_budget(objective: Any, max_completion_length: int | None) -> None:
         return
     one = torch.ones(1, 1, dtype=torch.float64)
     without = Denominators(rows=1.0, tokens=1.0, budget=float("nan"))
-    if torch.as_tensor(objective.aggregate(one, one.bool(), without)).isnan().any():
+    if any(torch.as_tensor(each.aggregate(one, one.bool(), without)).isnan().any() for each in objective.each):
         raise ValueError(
             f"`max_completion_length` is None, and the average of objective {objective.name!r} divides by it; set it "
             "(a limit in `generation_kwargs` is only the engine's)"

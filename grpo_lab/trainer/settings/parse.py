@@ -30,6 +30,7 @@ from grpo_lab.settings import (
     settings,
 )
 from grpo_lab.trainer.settings.sampler import SamplerSettings
+from grpo_lab.trainer.settings.tasks import TaskSettings
 
 
 def reward_schedules(written: Any) -> dict[str, Schedule]:
@@ -358,6 +359,7 @@ class LabSettings:
     update: Annotated[UpdateSettings, NULL_IS_DEFAULT] = field(default_factory=UpdateSettings)
     rollout: Annotated[RolloutSettings, NULL_IS_DEFAULT] = field(default_factory=RolloutSettings)
     sampler: SamplerSettings | None = None
+    tasks: Annotated[Mapping[str, TaskSettings], NULL_IS_DEFAULT] = field(default_factory=dict)
     guard: GuardSettings | None = None
     reward_schedules: Annotated[Mapping[str, Schedule], BeforeValidator(reward_schedules)] = field(default_factory=dict)
     reset_optimizer: OnlySwitch | None = None

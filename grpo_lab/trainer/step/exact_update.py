@@ -32,13 +32,13 @@ from grpo_lab.trainer.step.log_probs import OldPolicy, with_same_fields
 from grpo_lab.trainer.step.micro_batch import (
     capture_values,
     denominators_of,
+    scalar_loss,
     token_batch,
     token_denominator,
-    token_loss,
 )
 from grpo_lab.trainer.step.out_of_memory import StepBefore, TooLarge, agreed, can_plan_anew
 from grpo_lab.trainer.step.row_numbers import RowNumbers
-from grpo_lab.trainer.step.update_record import UpdateRecord, padded_tokens, record_skipped, record_tokens
+from grpo_lab.trainer.step.update_record import UpdateRecord, padded_tokens, record_live, record_skipped, record_tokens
 from grpo_lab.trainer.trl_bridge import backward, is_multimodal, without_gradient_sync
 from grpo_lab.update import Plan, plan_update
 
@@ -77,6 +77,7 @@ class ExactUpdate:
         last = bool(self.trainer.accelerator.sync_gradients)
         self._step = None if last else found
         self.weights.add_rows(inputs)
+        record_live(self.trainer, inputs)
         if found.stock is not None:
             if last:
                 self._old.before_update_in_trls_batches()
@@ -276,7 +277,6 @@ class ExactUpdate:
 
     def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> tuple[TokenBatch, Tensor]:
         trainer = self.trainer
-        objective = self.trainer.algorithm.objective
         with self.verdict.watching(), capture_values(trainer, model) as heard:
             scored, entropies = self.prompts.log_probs(model, rows)
         assert entropies is not None  # the policy's head makes them
@@ -289,8 +289,7 @@ class ExactUpdate:
         if isinstance(denominators.tokens, float):  # rows of several generation batches: each has its own count
             assert rows.token_count is not None
             denominators = replace(denominators, tokens=rows.token_count.unsqueeze(1))
-        assert objective is not None
-        loss = objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
+        loss = scalar_loss(trainer, batch, denominators)
         self.weights.add(loss, batch.logps, batch.mask, rows.fields)
         return batch, self.entropy.added(loss, batch, denominators)
 

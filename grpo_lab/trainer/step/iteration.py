@@ -163,10 +163,10 @@ def idle_pull(trainer: Numbers) -> str | None:
     objective = trainer.algorithm.objective
     args = trainer.args
     phase = trainer.phase
-    surrogate = None
+    surrogates = []
     if objective is not None:
-        surrogate = objective.surrogate
-    idle = [name for name in getattr(surrogate, "idle_on_policy", ()) if getattr(surrogate, name)]
+        surrogates = [each.surrogate for each in objective.each]
+    idle = [name for one in surrogates for name in getattr(one, "idle_on_policy", ()) if getattr(one, name)]
     if not idle or phase.every > phase.accumulation:
         return None
     return (

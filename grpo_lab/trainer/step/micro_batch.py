@@ -20,7 +20,7 @@ from grpo_lab.trainer.ports import Numbers, StepPort, UpdatePort
 from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.trainer.step.log_probs import proximal_log_probs
 from grpo_lab.trainer.step.sampler_weights import sampler_weights
-from grpo_lab.trainer.step.update_record import record_tokens, value_targets
+from grpo_lab.trainer.step.update_record import record_losses, record_tokens, value_targets
 
 
 def token_denominator(trainer: UpdatePort, inputs: dict[str, Any]) -> Tensor:
@@ -86,6 +86,15 @@ def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
     return policy + value.vf_coef * critics
 
 
+def scalar_loss(trainer: StepPort, batch: TokenBatch, denominators: Denominators) -> Tensor:
+    """Return the loss of a micro-batch (or bin): that of its tokens, averaged by the objective."""
+    objective = trainer.algorithm.objective
+    assert objective is not None
+    of_tokens = token_loss(trainer, batch)
+    record_losses(trainer, batch, of_tokens.detach(), denominators)
+    return objective.aggregated(of_tokens, batch, denominators)
+
+
 def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any], objective: Objective) -> Tensor:
     """Compute our objective on one micro-batch with TRL's own forward: all rows, all padding, images, router loss."""
     mode = trainer.recorder.mode()
@@ -102,7 +111,7 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
     else:
         accumulation = 1.0
     denominators = denominators_of(trainer, inputs, batch.mask.size(0) * accumulation, accumulation)
-    loss: Tensor = objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
+    loss = scalar_loss(trainer, batch, denominators)
     trainer.exact_update.weights.add(loss, batch.logps, batch.mask, inputs)
     entropy = trainer.exact_update.entropy
     loss = entropy.added(loss, batch, denominators)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_lab.batch import TokenBatch, safe
+from grpo_lab.batch import Denominators, TokenBatch, safe
+from grpo_lab.objectives import MixedObjective
 from grpo_lab.objectives.value_loss import value_clip_acts, value_loss
 from grpo_lab.trainer.exactness.loss_proof import toy_batch
 from grpo_lab.trainer.exactness.update_verdict import UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, by_length
-from grpo_lab.trainer.ports import Collectives, Numbers
+from grpo_lab.trainer.ports import Numbers, UpdatePort
 from grpo_lab.trainer.row_table import Carried, loss_mask, row_lengths
 from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, Rows, default_max_tokens, live_rows, plan_shared, plan_update
@@ -28,7 +30,7 @@ def padded_tokens(batch: dict[str, Any]) -> int:
 class UpdateRecord:
     """Logs ``update/*`` for every optimizer step, however it is computed, and reports why rows are not skipped."""
 
-    def __init__(self, trainer: Collectives) -> None:
+    def __init__(self, trainer: UpdatePort) -> None:
         self.trainer = trainer
         #: for each micro-batch that stays as TRL cut it: long ``[rows, 3]`` (prompt and completion tokens, 1 if the row
         #: is live), and padded tokens
@@ -139,6 +141,9 @@ class UpdateRecord:
             ("computed_share", computed, stock),
         ):
             book.add(f"update/{name}", torch.tensor([total * mine], device=accelerator.device), count * mine)
+        if self.trainer.algorithm.objective is not None:
+            for name in self.trainer.lab_settings.tasks:  # one step more over which the tasks' losses are means
+                book.add(f"tasks/{name}/loss", torch.zeros(1, device=accelerator.device), mine)
         book.reduce(accelerator)
 
 
@@ -185,10 +190,47 @@ def record_tokens(trainer: Numbers, book: MetricBook, batch: TokenBatch, origin:
         values["policy/approx_kl"] = 0.5 * safe(batch.logps - batch.proximal_logps, batch.mask).square()
     for name, value in values.items():
         book.add_tokens(name, value, batch.mask, origin)
+    for name, rows in _by_task(trainer, batch.extras):
+        if batch.entropies is not None:
+            book.add_tokens(f"tasks/{name}/entropy", batch.entropies, batch.mask & rows, origin)
     carried = Carried(dict(batch.extras))
     made_here = carried.sampler_weights is None or getattr(trainer.correction, "whole_batch", False)
     if batch.sampler_weights is not None and carried.behaviour_logps is not None and made_here:
         _sampling(trainer, book, batch, batch.sampler_weights, origin)
+
+
+def _by_task(trainer: Numbers, extras: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield, for each task of a mixture, its name and bool ``[B, 1]``: which rows are of it."""
+    carried = Carried(dict(extras))
+    for number, name in enumerate(trainer.lab_settings.tasks):
+        yield name, carried.task.unsqueeze(1) == number
+
+
+def record_live(trainer: UpdatePort, inputs: dict[str, Any]) -> None:
+    """Log, for each task, the share of a micro-batch's rows that some loss token with an advantage makes live."""
+    scored = loss_mask(inputs)
+    advantages = inputs.get("advantages")
+    live = scored.any(dim=1) if advantages is None else live_rows(advantages, scored)
+    for name, rows in _by_task(trainer, inputs):
+        trainer.recorder.book("train").add(f"tasks/{name}/live_share", (live & rows.squeeze(1)).sum(), rows.sum())
+
+
+@torch.no_grad()
+def record_losses(trainer: UpdatePort, batch: TokenBatch, of_tokens: Tensor, denominators: Denominators) -> None:
+    """Log what each task adds to the loss of the optimizer step, as HF logs the whole: the mean over ranks."""
+    objective = trainer.algorithm.objective
+    assert objective is not None
+    if not trainer.lab_settings.tasks:
+        return
+    book = trainer.recorder.book()
+    ranks = trainer.accelerator.num_processes
+    parts = None
+    if isinstance(objective, MixedObjective):
+        parts = objective.by_task(of_tokens, batch, denominators)
+    for number, (name, rows) in enumerate(_by_task(trainer, batch.extras)):
+        own = batch.mask & rows
+        added = objective.aggregate(of_tokens, own, denominators) if parts is None else parts[number]
+        book.add(f"tasks/{name}/loss", added / ranks, 0.0)
 
 
 def _sampling(trainer: Numbers, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None) -> None:
@@ -220,11 +262,11 @@ def record_skipped(trainer: Numbers, book: MetricBook, batch: TokenBatch, left_o
     objective = trainer.algorithm.objective
     assert objective is not None
     names = objective.diagnostics(batch)
-    if batch.mask.size(1) > 1:
-        shapes = names
-    else:
-        shapes = objective.diagnostics(toy_batch(objective))
-    of_computed = getattr(objective.surrogate, "of_computed_rows", ())
+    shapes = dict(names)
+    if batch.mask.size(1) == 1:
+        for one in objective.each:
+            shapes |= one.diagnostics(toy_batch(one))
+    of_computed = {name for one in objective.each for name in getattr(one.surrogate, "of_computed_rows", ())}
     for name in names:
         if name not in of_computed:
             book.add_zeros(name, left_out, of_rows=name in shapes and shapes[name].size(1) == 1)

@@ -36,9 +36,15 @@ def reward_name(reward: Any) -> str:
     return str(get_callable_name(reward))
 
 
-def correctness_column(reward_funcs: list[Any]) -> int | None:
-    """Return the index of the first reward that measures correctness; None without one."""
-    return next((column for column, reward in enumerate(reward_funcs) if measures_correctness(reward)), None)
+def correctness_columns(reward_funcs: list[Any]) -> list[int]:
+    """Return the index of the first reward that measures correctness; if that is a task's (``ForTask``), the first of
+    each task."""
+    first: dict[str | None, int] = {}
+    for column, reward in enumerate(reward_funcs):
+        if measures_correctness(reward):
+            first.setdefault(reward.task if isinstance(reward, ForTask) else None, column)
+    columns = sorted(first.values())
+    return columns[:1] if None in first and columns[0] == first[None] else columns
 
 
 def measures_correctness(reward: Any) -> bool:

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages import BatchZScore, GroupMean, GroupZScore
-from grpo_lab.advantages.mixed import MixedAdvantage
+from grpo_lab.advantages import BatchZScore, GroupMean, GroupZScore, MixedAdvantage
 from grpo_lab.batch import TASK, Denominators, RewardTable, TokenBatch
 from grpo_lab.curation import MixtureSampler
 from grpo_lab.curation.mixture import Shares

@@ -144,7 +144,10 @@ def test_a_last_bin_one_token_wide_does_not_turn_tokens_into_rows() -> None:
     for ratio in ("token", "sequence"):
         objective = Objective("x", Clipped(0.2), AGGREGATIONS["token_mean"], ratio)
         trainer: Any = SimpleNamespace(
-            algorithm=SimpleNamespace(objective=objective, value=None), _metrics={}, recorder=SimpleNamespace(books={})
+            algorithm=SimpleNamespace(objective=objective, value=None),
+            _metrics={},
+            recorder=SimpleNamespace(books={}),
+            lab_settings=SimpleNamespace(tasks={}),
         )
         moved = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.0, 0.0]])
         mask = torch.arange(5) < torch.tensor([[3], [5]])
@@ -191,6 +194,7 @@ def test_sampler_metrics_by_hand() -> None:
     trainer: Any = SimpleNamespace(
         algorithm=SimpleNamespace(objective=objective, value=None),
         correction=TokenTruncate(None, 3.0),
+        lab_settings=SimpleNamespace(tasks={}),
     )
     carried = Carried({})
     carried.behaviour_logps, carried.length_quartile = engines, torch.tensor([3, 0])
