@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_lab.advantages import AdvantageRule, reads_values
+from grpo_lab.advantages import TOKEN_RULES, AdvantageRule, reads_values
 from grpo_lab.objectives import (
     PRESETS,
     RATIO_LEVELS,
@@ -56,8 +56,10 @@ TRL_EQUIVALENT: dict[str, tuple[str, str]] = {
 }
 #: advantage rule → TRL's scale_rewards
 TRL_SCALING: dict[str, str] = {"group_zscore": "group", "group_mean": "none", "batch_zscore": "batch"}
-#: TRL settings that act inside TRL's own loss or advantages only: refused beside ``objective``
-NOT_HONOURED: tuple[str, ...] = ("top_entropy_quantile", "multi_objective_aggregation")
+#: TRL settings that act inside TRL's own loss only: refused beside ``objective``
+NOT_HONOURED: tuple[str, ...] = ("top_entropy_quantile",)
+#: TRL's ``multi_objective_aggregation`` that is the advantage rule ``gdpo``
+APART = "normalize_then_sum"
 #: method that a subclass may override → which part of the algorithm it replaces or changes
 HOOKS: dict[str, str] = {
     "_calculate_rewards": "rewards",
@@ -157,7 +159,7 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
     surrogate = knobs.surrogate_from(args, chosen)
     ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio", RATIO_LEVELS)
     aggregate = knobs.aggregation_from(chosen.aggregation or row.aggregation)
-    beside = chosen.advantage or row.rule
+    beside = _rule_beside(args, chosen)
     named, own = knobs.advantage_choice(settings.advantage, beside)
     other = None
     if chosen.advantage:
@@ -203,8 +205,8 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
     if rule and settings.advantage:
         named = in_words(rule, settings.advantage.name)
     else:  # `scale_rewards` is not read where each reward is normalised on its own
-        apart = args.multi_objective_aggregation == "normalize_then_sum"
-        named = f"trl:{args.multi_objective_aggregation if apart else args.scale_rewards}"
+        apart = args.multi_objective_aggregation == APART
+        named = f"trl:{APART if apart else args.scale_rewards}"
     reason = _why_trl(args)
     if reason is not None:
         return Algorithm(None, rule, reason, {"objective": f"trl:{args.loss_type}", "advantage": named})
@@ -318,7 +320,27 @@ def _loss_type(chosen: ObjectiveSettings) -> str:
     return TRL_EQUIVALENT[name][0]
 
 
-def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
+def _rule_beside(args: Any, chosen: ObjectiveSettings) -> Any:
+    """Return the advantage rule where ``advantage`` names none: of ``objective.advantage``, else ``gdpo`` if TRL's
+    setting says so, else the preset's. PPO's critic is not given up for TRL's setting."""
+    row = preset(chosen.name or "grpo")
+    if chosen.advantage:
+        return chosen.advantage
+    if args.multi_objective_aggregation == APART and row.advantage not in TOKEN_RULES:
+        return "gdpo"
+    return row.rule
+
+
+def _said_of_advantages(rule: Any) -> dict[str, tuple[Any, str, Any]]:
+    """Return what an advantage rule fixes of TRL's fields. ``gdpo`` leaves ``scale_rewards``, which TRL does not read
+    then."""
+    if rule == "gdpo":
+        return {"multi_objective_aggregation": (APART, "advantage", rule)}
+    summed = ("sum_then_normalize", "advantage", rule)
+    return {"scale_rewards": (_scaling(rule), "advantage", rule), "multi_objective_aggregation": summed}
+
+
+def _said_of(args: Any, ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
     """Return, for each TRL field that our settings fix: (its value, our setting, that setting's value)."""
     chosen = ours.objective
     if chosen is None:
@@ -327,14 +349,14 @@ def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
             rule = ours.advantage.name
         if rule is None:
             return {}
-        return {"scale_rewards": (_scaling(rule), "advantage", rule)}
+        return _said_of_advantages(rule)
     row = preset(chosen.name or "grpo")
     loss_type, level = TRL_EQUIVALENT.get(chosen.name or "grpo", (None, row.ratio))
-    rule = knobs.advantage_choice(ours.advantage, chosen.advantage or row.advantage)[0]
+    rule = knobs.advantage_choice(ours.advantage, _rule_beside(args, chosen))[0]
     said: dict[str, tuple[Any, str, Any]] = {
         "loss_type": (loss_type, "objective", chosen.name),
         "importance_sampling_level": (chosen.ratio or level, "objective.ratio", chosen.ratio or row.ratio),
-        "scale_rewards": (_scaling(rule), "advantage", rule),
+        **_said_of_advantages(rule),
     }
     if row.plain_k3 and ours.kl is None:
         said["use_bias_correction_kl"] = (False, "objective", chosen.name)
@@ -349,15 +371,11 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
     """Check TRL's settings against ours, then write ours into TRL's fields. Raises ValueError, which names both
     settings, if one of TRL's contradicts ours or has no effect beside them."""
     chosen = ours.objective
-    said = _said_of(ours)
-    if chosen is None:
-        place = ("advantage", ours.advantage and ours.advantage.name)
-    else:
-        place = ("objective", chosen.name)
-    for name in NOT_HONOURED if chosen is not None else ("multi_objective_aggregation",) if said else ():
+    said = _said_of(args, ours)
+    for name in NOT_HONOURED if chosen is not None else ():
         if getattr(args, name) != knobs.default_of(args, name):
             raise ValueError(
-                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and `{place[0]}`={place[1]!r} "
+                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss, and `objective`={chosen.name!r} "
                 "does not honour it: leave one out"
             )
     loss_type = None

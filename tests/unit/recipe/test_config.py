@@ -12,6 +12,7 @@ import pytest
 from trl import GRPOConfig, TrlParser
 
 from grpo_lab import LabConfig
+from grpo_lab.advantages.whole_table import GDPO
 from grpo_lab.objectives import AdaptiveEntropy, Clipped, EntropyBonus, GammaWeight, OffPolicyMask, SoftGate
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
 
@@ -190,6 +191,19 @@ def test_trls_settings_of_the_loss_make_parts_beside_an_objective_and_without() 
         assert (found.names["gates"], found.names["entropy"]) == ("OffPolicyMask(threshold=0.5)", "entropy_coef=0.01")
         bonus = config(**name, **steered).algorithm.objective.entropy
         assert bonus == EntropyBonus(0.0, AdaptiveEntropy(0.5, 0.1, 0.0, 0.3))
+
+
+def test_normalize_then_sum_is_the_rule_gdpo() -> None:
+    apart = {"multi_objective_aggregation": "normalize_then_sum"}
+    for found in (config(objective="dr_grpo", **apart), config(objective="dr_grpo", advantage="gdpo")):
+        assert found.algorithm.advantage == GDPO()
+        assert found.multi_objective_aggregation == "normalize_then_sum"
+    assert config(objective="grpo", advantage={"epsilon": 1e-6}, **apart).algorithm.advantage == GDPO(1e-6)
+    for settings in ({"objective": "ppo"}, {"objective": "grpo", "advantage": "group_mean"}):
+        with pytest.raises(
+            ValueError, match="`multi_objective_aggregation`='normalize_then_sum' contradicts `advantage`"
+        ):
+            config(**settings, **apart)
 
 
 @pytest.mark.parametrize(
