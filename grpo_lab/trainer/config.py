@@ -14,7 +14,8 @@ from trl import GRPOConfig
 from grpo_lab.registry import address
 from grpo_lab.settings import from_json, read, refuse_unknown
 from grpo_lab.trainer.ranks import hold_time_limit
-from grpo_lab.trainer.settings.algorithm import Algorithm, agree_with_trl, algorithm_from, knobs_in_force
+from grpo_lab.trainer.settings.agree import agree_with_trl, knobs_in_force
+from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
 from grpo_lab.trainer.settings.conflicts import AFTER, AHEAD, BEFORE, Case, refuse, refuse_sampling_keys
 from grpo_lab.trainer.settings.correction import MODE, agree_on_correction, check_correction
 from grpo_lab.trainer.settings.knobs import with_registered, written

@@ -2,7 +2,7 @@
 
 The mappings ``objective``, ``advantage`` and ``kl`` of ``LabConfig`` take precedence over TRL's flat settings
 (``loss_type``, ``scale_rewards``, …), which are mapped to our parts if we have the same. TRL's fields are rewritten to
-agree with ours, so that whatever reads them (model card, logs) reads the truth.
+agree with ours (``agree``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_lab.advantages import TOKEN_RULES, AdvantageRule, reads_values
+from grpo_lab.advantages import AdvantageRule, reads_values
 from grpo_lab.objectives import (
     PRESETS,
     RATIO_LEVELS,
@@ -32,7 +32,6 @@ from grpo_lab.objectives import (
 from grpo_lab.settings import read
 from grpo_lab.trainer.settings import knobs
 from grpo_lab.trainer.settings.knobs import in_words, name_of
-from grpo_lab.trainer.settings.limits import NOT_TRLS
 from grpo_lab.trainer.settings.parse import AdvantageSettings, KLSettings, LabSettings, ObjectiveSettings, ValueSettings
 from grpo_lab.trainer.settings.tasks import mixed
 from grpo_lab.trainer.trl_bridge import teams
@@ -56,10 +55,6 @@ TRL_EQUIVALENT: dict[str, tuple[str, str]] = {
 }
 #: advantage rule → TRL's scale_rewards
 TRL_SCALING: dict[str, str] = {"group_zscore": "group", "group_mean": "none", "batch_zscore": "batch"}
-#: TRL settings that act inside TRL's own loss only: refused beside ``objective``
-NOT_HONOURED: tuple[str, ...] = ("top_entropy_quantile",)
-#: TRL's ``multi_objective_aggregation`` that is the advantage rule ``gdpo``
-APART = "normalize_then_sum"
 #: method that a subclass may override → which part of the algorithm it replaces or changes
 HOOKS: dict[str, str] = {
     "_calculate_rewards": "rewards",
@@ -159,7 +154,7 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
     surrogate = knobs.surrogate_from(args, chosen)
     ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio", RATIO_LEVELS)
     aggregate = knobs.aggregation_from(chosen.aggregation or row.aggregation)
-    beside = _rule_beside(args, chosen)
+    beside = knobs.rule_beside(args, chosen)
     named, own = knobs.advantage_choice(settings.advantage, beside)
     other = None
     if chosen.advantage:
@@ -205,8 +200,8 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
     if rule and settings.advantage:
         named = in_words(rule, settings.advantage.name)
     else:  # `scale_rewards` is not read where each reward is normalised on its own
-        apart = args.multi_objective_aggregation == APART
-        named = f"trl:{APART if apart else args.scale_rewards}"
+        apart = args.multi_objective_aggregation == knobs.APART
+        named = f"trl:{knobs.APART if apart else args.scale_rewards}"
     reason = _why_trl(args)
     if reason is not None:
         return Algorithm(None, rule, reason, {"objective": f"trl:{args.loss_type}", "advantage": named})
@@ -304,113 +299,3 @@ def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:
     if level not in allowed:
         raise ValueError(f"`{setting}` is {level!r}; it must be one of {allowed}")
     return level
-
-
-def _loss_type(chosen: ObjectiveSettings) -> str:
-    """Return TRL's ``loss_type`` for an objective of ours: TRL's name for the same loss, or a name that TRL refuses."""
-    name = chosen.name or "grpo"
-    row = preset(name)
-    own = [
-        f"+{part}={name_of(value)}"
-        for part, value in (("surrogate", chosen.surrogate), ("aggregation", chosen.aggregation))
-        if value is not None and value != getattr(row, part)
-    ]
-    if own or name not in TRL_EQUIVALENT:
-        return NOT_TRLS + name + "".join(own)
-    return TRL_EQUIVALENT[name][0]
-
-
-def _rule_beside(args: Any, chosen: ObjectiveSettings) -> Any:
-    """Return the advantage rule where ``advantage`` names none: of ``objective.advantage``, else ``gdpo`` if TRL's
-    setting says so, else the preset's. PPO's critic is not given up for TRL's setting."""
-    row = preset(chosen.name or "grpo")
-    if chosen.advantage:
-        return chosen.advantage
-    if args.multi_objective_aggregation == APART and row.advantage not in TOKEN_RULES:
-        return "gdpo"
-    return row.rule
-
-
-def _said_of_advantages(rule: Any) -> dict[str, tuple[Any, str, Any]]:
-    """Return what an advantage rule fixes of TRL's fields. ``gdpo`` leaves ``scale_rewards``, which TRL does not read
-    then."""
-    if rule == "gdpo":
-        return {"multi_objective_aggregation": (APART, "advantage", rule)}
-    summed = ("sum_then_normalize", "advantage", rule)
-    return {"scale_rewards": (_scaling(rule), "advantage", rule), "multi_objective_aggregation": summed}
-
-
-def _said_of(args: Any, ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
-    """Return, for each TRL field that our settings fix: (its value, our setting, that setting's value)."""
-    chosen = ours.objective
-    if chosen is None:
-        rule = None
-        if ours.advantage is not None:
-            rule = ours.advantage.name
-        if rule is None:
-            return {}
-        return _said_of_advantages(rule)
-    row = preset(chosen.name or "grpo")
-    loss_type, level = TRL_EQUIVALENT.get(chosen.name or "grpo", (None, row.ratio))
-    rule = knobs.advantage_choice(ours.advantage, _rule_beside(args, chosen))[0]
-    said: dict[str, tuple[Any, str, Any]] = {
-        "loss_type": (loss_type, "objective", chosen.name),
-        "importance_sampling_level": (chosen.ratio or level, "objective.ratio", chosen.ratio or row.ratio),
-        **_said_of_advantages(rule),
-    }
-    if row.plain_k3 and ours.kl is None:
-        said["use_bias_correction_kl"] = (False, "objective", chosen.name)
-    for name, knob in knobs.flat_settings(knobs.surrogate_part(chosen)).items():
-        value = chosen.knobs.get(knob)
-        if value is not None:
-            said[name] = (value, f"objective.{knob}", value)
-    return said
-
-
-def agree_with_trl(args: Any, ours: LabSettings) -> None:
-    """Check TRL's settings against ours, then write ours into TRL's fields. Raises ValueError, which names both
-    settings, if one of TRL's contradicts ours or has no effect beside them."""
-    chosen = ours.objective
-    said = _said_of(args, ours)
-    for name in NOT_HONOURED if chosen is not None else ():
-        if getattr(args, name) != knobs.default_of(args, name):
-            raise ValueError(
-                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss, and `objective`={chosen.name!r} "
-                "does not honour it: leave one out"
-            )
-    loss_type = None
-    if chosen is not None:
-        loss_type = _loss_type(chosen)
-    for name, (expected, setting, value) in said.items():
-        found = getattr(args, name)
-        # as written here before; a saved record may hold a part by another name
-        ours_already = name == "loss_type" and (
-            found == loss_type or found.startswith(f"{NOT_TRLS}{chosen.name or 'grpo'}+")
-        )
-        if not ours_already and knobs.written(args, name) and found != expected:
-            if expected is None:
-                meaning = f"has no counterpart among TRL's `{name}`"
-            else:
-                meaning = f"means `{name}`={expected!r}"
-            raise ValueError(f"`{name}`={found!r} contradicts `{setting}`={value!r}, which {meaning}: leave one out")
-    for name, (expected, *_) in said.items():
-        setattr(args, name, expected)
-    if chosen is not None:
-        args.loss_type = loss_type
-        args.importance_sampling_level = chosen.ratio or preset(chosen.name or "grpo").ratio
-
-
-def knobs_in_force(args: Any, algorithm: Algorithm) -> None:
-    """Set TRL's flat settings to the surrogate's knobs; a team's surrogate may have defaults of its own."""
-    if algorithm.objective is None:
-        return
-    surrogate = algorithm.objective.surrogate
-    for name, field in knobs.flat_settings(surrogate).items():
-        setattr(args, name, getattr(surrogate, field))
-
-
-def _scaling(rule: Any) -> str:
-    """Return the ``scale_rewards`` of TRL that divides as an advantage rule does."""
-    if isinstance(rule, str):
-        return {**TRL_SCALING, "process": "group"}.get(rule, "none")
-    return "none"

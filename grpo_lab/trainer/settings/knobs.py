@@ -20,6 +20,8 @@ from grpo_lab.objectives.presets import OUR_PRESETS
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.settings.parse import AdvantageSettings, CorrectionSettings, LabSettings, ObjectiveSettings
 
+#: TRL's ``multi_objective_aggregation`` that is the advantage rule ``gdpo``
+APART = "normalize_then_sum"
 #: TRL's flat settings that are knobs of a surrogate → the field
 FLAT: dict[str, str] = {
     **{name: name for name in ("epsilon", "epsilon_high", "delta")},
@@ -156,6 +158,17 @@ def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple
         return settings.name, knobs
     name, beside = _named(fallback, "objective.advantage")
     return name, {**beside, **knobs}
+
+
+def rule_beside(args: Any, chosen: ObjectiveSettings) -> Any:
+    """Return the advantage rule where ``advantage`` names none: of ``objective.advantage``, else ``gdpo`` if TRL's
+    setting says so, else the preset's. PPO's critic is not given up for TRL's setting."""
+    row = preset(chosen.name or "grpo")
+    if chosen.advantage:
+        return chosen.advantage
+    if args.multi_objective_aggregation == APART and row.advantage not in TOKEN_RULES:
+        return "gdpo"
+    return row.rule
 
 
 def in_words(part: Any, chosen: Any) -> str:
