@@ -157,6 +157,10 @@ class Denominators:
     micro_batch_tokens: float | Tensor = math.nan
 
 
+def _alone(numbers: Tensor) -> Tensor:
+    return numbers
+
+
 @dataclass(frozen=True)
 class LocalRows:
     """This rank's rows of a generation batch, for which a rule of level ``token`` makes advantages.
@@ -167,6 +171,9 @@ class LocalRows:
         lengths: long ``[B]``, tokens of each completion, tool output included; what lies behind is padding.
         rewards: float64 ``[B, T]``, only with a critic: −β·k of each token, a completion's rewards on its last one.
         values: float64 ``[B, T]``, the critic's at generation; ``None`` without one.
+        token_energy: float ``[B, T]``, 1 − 2π + Σπ² of each token under the policy at generation, only for a rule that
+            ``reads_token_energy``.
+        over_ranks: sums a tensor, of the same shape on every rank, over the ranks. A collective.
     """
 
     rows: slice
@@ -174,6 +181,8 @@ class LocalRows:
     lengths: Tensor
     rewards: Tensor | None = None
     values: Tensor | None = None
+    token_energy: Tensor | None = None
+    over_ranks: Callable[[Tensor], Tensor] = _alone
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,30 @@ def literal(rows: list[list[tuple[int, float | None]]], lengths: list[int]) -> l
     return found
 
 
-def replayed(model_folder: Path, batches: list[Any], updates: int) -> dict[str, torch.Tensor]:
+Advantages = Callable[[list[list[int]], list[torch.Tensor]], list[list[float]]]
+"""(completions, the log-probs ``[T, V]`` of all tokens at each place) → an advantage for each token."""
+
+
+def of_steps(completions: list[list[int]], _: list[torch.Tensor]) -> list[list[float]]:
+    return literal([scored(ids) for ids in completions], [len(ids) for ids in completions])
+
+
+def replayed(
+    model_folder: Path, batches: list[Any], updates: int, advantages_of: Advantages = of_steps
+) -> dict[str, torch.Tensor]:
     """The same training in float64, one row after the other: clipped GRPO with an advantage per token."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
 
-    def logps(prompt: list[int], ids: list[int]) -> torch.Tensor:
+    def of_all(prompt: list[int], ids: list[int]) -> torch.Tensor:
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+        return torch.as_tensor(logits.log_softmax(-1))
+
+    def logps(prompt: list[int], ids: list[int]) -> torch.Tensor:
+        return of_all(prompt, ids).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
 
     for prompts, completions in batches:
-        advantages = literal([scored(ids) for ids in completions], [len(ids) for ids in completions])
         with torch.no_grad():
+            advantages = advantages_of(completions, [of_all(p, c) for p, c in zip(prompts, completions, strict=True)])
             old = [logps(p, c) for p, c in zip(prompts, completions, strict=True)]
         for _ in range(updates):
             model.zero_grad()

@@ -14,6 +14,7 @@ from grpo_lab.advantages.mixed import MixedAdvantage
 from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
 from grpo_lab.advantages.returns import GAE, Returns, gae, reads_values, reward_to_go
 from grpo_lab.advantages.success_rate import MaxRL, PassAtK, PasskMargin
+from grpo_lab.advantages.token_baseline import OptimalTokenBaseline, reads_token_energy
 from grpo_lab.advantages.whiten import Moments, level_of, masked_moments, reads_steps, takes_penalty, token_rule, whiten
 from grpo_lab.advantages.whole_table import GDPO, OPO, ReinforcePPBaseline
 
@@ -42,7 +43,12 @@ RULES: dict[str, Callable[..., Any]] = {
     "reinforce_pp_baseline": ReinforcePPBaseline,
 }
 #: rules that make advantages per token (``level``): ``rule(table) -> [B, T]`` of this rank's rows
-TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process, "returns": Returns, "gae": GAE}
+TOKEN_RULES: dict[str, Callable[..., Any]] = {
+    "process": Process,
+    "returns": Returns,
+    "gae": GAE,
+    "optimal_token_baseline": OptimalTokenBaseline,
+}
 
 __all__ = [
     "GAE",
@@ -59,6 +65,7 @@ __all__ = [
     "MaxRL",
     "MixedAdvantage",
     "Moments",
+    "OptimalTokenBaseline",
     "PassAtK",
     "PasskMargin",
     "Process",
@@ -72,6 +79,7 @@ __all__ = [
     "masked_moments",
     "outcome_of",
     "reads_steps",
+    "reads_token_energy",
     "reads_values",
     "register_advantage",
     "reward_to_go",

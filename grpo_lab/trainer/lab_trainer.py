@@ -51,6 +51,7 @@ from grpo_lab.trainer.resume.state import load_state
 from grpo_lab.trainer.resume.stop import StopOnRequest
 from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.scoring.advantages import (
+    add_token_energies,
     add_value_estimates,
     row_advantages,
     to_advantages_and_returns,
@@ -240,7 +241,7 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
                 scored = self.parts.resampler.select(scored, self._generate_and_score)
                 self.parts.prompts.record(self.recorder.book())
             penalised = penalise(self, scored, self.parts.kl)
-            estimated = add_value_estimates(self, penalised)
+            estimated = add_token_energies(self, add_value_estimates(self, penalised))
             of_rows = row_advantages(self, estimated)
             advantages, returns = to_advantages_and_returns(self, estimated, of_rows)
             batch = write_advantages(self, estimated, advantages, returns)

@@ -6,14 +6,15 @@ import math
 import types
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages import PassAtK, advantage_rule, level_of
-from grpo_lab.batch import RewardTable
+from grpo_lab.advantages import OptimalTokenBaseline, PassAtK, advantage_rule, level_of
+from grpo_lab.batch import LocalRows, RewardTable
 from origins.frame import Config, Origin, Pairs, Row
 from origins.verl import PATH
 
@@ -79,6 +80,17 @@ def pass_at_k(theirs: Theirs, seed: int) -> Pairs:
             yield torch.from_numpy(theirs(group.numpy(), k)), PassAtK(k)(group, SIZE)
 
 
+def optimal_token_baseline(theirs: Theirs, seed: int) -> Pairs:
+    table, mask = case(seed)
+    random = torch.Generator().manual_seed(seed)
+    logps = (3 * torch.randn(*mask.shape, 11, generator=random, dtype=torch.float64)).log_softmax(-1)
+    chosen, squares = logps[..., 0], logps.exp().square().sum(-1)
+    energy = 1 - 2 * chosen.exp() + squares
+    local = LocalRows(slice(0, GROUPS * SIZE), mask, mask.sum(1), token_energy=energy)
+    found, _ = theirs(paid_at_the_end(table, mask), mask.double(), groups(), chosen, squares)
+    yield found, OptimalTokenBaseline()(replace(table, local=local))
+
+
 def comb(n: int, k: int) -> float:
     """Stand in for scipy's function of this name."""
     return float(math.comb(n, k)) if 0 <= k <= n else 0.0
@@ -104,6 +116,12 @@ ROWS = [
         verl("compute_grpo_passk_outcome_advantage"),
         held("passk_margin", knobs={"over_std": True}, config=Config(norm_adv_by_std_in_grpo=True)),
         "over the standard deviation",
+    ),
+    Row(
+        "optimal_token_baseline",
+        verl("compute_optimal_token_baseline_advantage"),
+        optimal_token_baseline,
+        "theirs adds 1e-8 to the denominator",
     ),
     Row("opo", verl("compute_opo_outcome_advantage"), held("opo")),
     Row(

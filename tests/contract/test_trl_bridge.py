@@ -396,6 +396,23 @@ def test_the_head_sees_only_what_is_scored(trainer: Any, monkeypatch: pytest.Mon
     model.zero_grad()
 
 
+def test_the_head_gives_energies_where_they_are_asked_for(trainer: Any) -> None:
+    """1 − 2π + Σπ² of the scored tokens at the sampling temperature; afterwards it gives log-probs again."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    ids, positions = torch.tensor([[5, 30, 41, 52, 63]]), torch.arange(5)[None]
+    labels = ids.clone()
+    labels[0, :2] = -100
+    with torch.no_grad(), trl_bridge.energies_for_log_probs():
+        found, _ = trl_bridge.completion_log_probs(trainer.accelerator, model, ids, labels, positions)
+    with torch.no_grad():
+        shares = (model(ids).logits[0, :-1].double() / trainer.temperature).softmax(-1)
+        plain, _ = trl_bridge.completion_log_probs(trainer.accelerator, model, ids, labels, positions)
+    chosen = shares.gather(1, ids[0, 1:, None]).squeeze(1)
+    expected = (1 - 2 * chosen + shares.square().sum(-1)).masked_fill(labels[0, 1:] == -100, 0.0)
+    assert found[0].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert plain[0, 1:].tolist() == pytest.approx(chosen.log()[1:].tolist(), abs=1e-4)
+
+
 def test_the_head_takes_few_tokens_at_once_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There and back, with the same results: 20 tokens in tiles of 8, 8, 4."""
     kernel = pytest.importorskip("trl.kernels.chunked_logprob")

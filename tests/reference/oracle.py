@@ -113,6 +113,22 @@ def gdpo(
     return [0.0 if s is None else (s - _mean(known)) / (_std(known, std) + epsilon) for s in summed]
 
 
+def token_baseline(rewards: Rewards, energies: list[list[float]], group_size: int) -> list[list[float]]:
+    """Reward less the group's mean at each own token, weighted by the energies so far (``energies``, of own tokens)."""
+    found = []
+    for row, (reward, own) in enumerate(zip(rewards, energies)):
+        start = row - row % group_size
+        others = [i for i in range(start, start + group_size) if rewards[i] is not None]
+        line = []
+        for t in range(len(own)):
+            there = [(rewards[i], math.fsum(energies[i][: t + 1])) for i in others if len(energies[i]) > t]
+            total = math.fsum(w for _, w in there)
+            mean = math.fsum(r * w for r, w in there if r is not None) / total if total else 0.0
+            line.append(0.0 if reward is None else reward - mean)
+        found.append(line)
+    return found
+
+
 def _normalised_over_the_batch(
     rewards: Rewards, group_size: int, lengths: list[int], epsilon: float, std: str, over: str = "tokens"
 ) -> list[float]:

@@ -96,6 +96,18 @@ def test_a_resampled_batch_is_trained_on_as_stock_would(loss: str, tiny_folder: 
 
 
 @pytest.mark.not_fast
+@pytest.mark.parametrize("rule", ["opo", "gdpo", "optimal_token_baseline"])
+def test_rules_of_every_level_find_dead_groups(rule: str, tiny_folder: Path, tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=2)
+    config = LabConfig(
+        **args, objective={"name": "dr_grpo", "advantage": rule}, update={"dead_groups": "resample", "max_rounds": 20}
+    )
+    run = train(LabTrainer, config, tiny_folder, reward=distinct_or_dead)
+    assert column(run, "update/live_share") == [1.0] * 2
+    assert sum(column(run, "update/resampled_share")) > 0
+
+
+@pytest.mark.not_fast
 def test_rounds_are_bounded(tiny_folder: Path, tmp_path: Path) -> None:
     run = train(LabTrainer, resampling(tmp_path, max_rounds=3), tiny_folder, reward=mixed_reward(dead_every=1))
     assert (

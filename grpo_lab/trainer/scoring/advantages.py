@@ -3,6 +3,7 @@ a critic, each token first gets its reward and value; afterwards the critic gets
 
     penalise → add_value_estimates          local.rewards: −β·k_t on each own token, and the completion's rewards on its
                                             last one; local.values: V at generation
+    → add_token_energies                    local.token_energy: 1 − 2π + Σπ² at generation, for a rule that reads it
     → row_advantages                        the rule, or a team's ``compute_advantages`` over it
     → to_advantages_and_returns             returns = Â + V for the critic; then Â whitened, for the policy
     → write_advantages
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages import GDPO, Moments, advantage_rule, masked_moments, whiten
+from grpo_lab.advantages import GDPO, Moments, advantage_rule, masked_moments, reads_token_energy, whiten
 from grpo_lab.batch import RewardTable, safe
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge
@@ -36,7 +37,7 @@ from grpo_lab.trainer.ports import Collectives, Faults, StepPort, UpdatePort
 from grpo_lab.trainer.row_table import Bin, Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Penalised
 from grpo_lab.trainer.settings.algorithm import TRL_SCALING
-from grpo_lab.trainer.step.log_probs import forwards_in_bins
+from grpo_lab.trainer.step.log_probs import forwards_in_bins, padded_log_probs
 
 
 def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
@@ -56,6 +57,7 @@ def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | 
         if advantages.shape == (rows, 1) != mask.shape:
             advantages = advantages.squeeze(1)
         if advantages.shape == mask.shape:  # values on tokens without loss are not used
+            advantages = advantages.to(mask.device)
             advantages = advantages.where(mask | advantages.isfinite(), 0)
         finite = advantages.isfinite()
         if advantages.shape in ((rows,), mask.shape):
@@ -135,6 +137,38 @@ def values_at_generation(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
         ):
             trl_bridge.stock_forward(trainer, model, batch, batch_size=size)
         found = torch.cat([values[:, -batch["completion_ids"].size(1) :] for values in heard])
+    return safe(found, loss_mask(batch))
+
+
+def add_token_energies(trainer: UpdatePort, made: Penalised) -> Penalised:
+    """Put the squared norms of this rank's tokens' scores into ``table.local``, if the rule reads them."""
+    if not reads_token_energy(trainer.algorithm.advantage):
+        return made
+    energy = token_energies(trainer, made.scored.batch)
+    return replace(made, table=replace(made.table, local=replace(made.local, token_energy=energy)))
+
+
+def with_equal_energies(table: RewardTable) -> RewardTable:
+    """Return the table with a squared norm of 1 for every token. Which groups are dead does not depend on them: an
+    advantage is 0 wherever the rewards of those that have such a token are equal."""
+    assert table.local is not None
+    return replace(table, local=replace(table.local, token_energy=torch.ones(table.local.mask.shape)))
+
+
+@torch.no_grad()
+def token_energies(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
+    """Return 1 − 2π + Σπ² ``[B, T]`` of the policy's own tokens, else 0: from bins if these are exact, else from
+    TRL's forward."""
+    model = trainer.model
+    in_bins = model.training and not trl_bridge.is_multimodal(batch)
+    with trl_bridge.energies_for_log_probs(), trl_bridge.without_checkpointing(model, trainer.args):
+        if in_bins and trainer.exact_update.verdict.now().stock is None:
+            found = forwards_in_bins(
+                trainer, model, batch,
+                lambda part: trl_bridge.completion_log_probs(trainer.accelerator, model, *part.inputs)[0],
+            )  # fmt: skip
+        else:
+            found = padded_log_probs(trainer, batch)
     return safe(found, loss_mask(batch))
 
 

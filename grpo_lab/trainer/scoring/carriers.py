@@ -13,6 +13,7 @@ known.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,7 +132,16 @@ def with_local_rows(trainer: UpdatePort, scored: Scored, table: RewardTable, bef
     if _masks_later(trainer):
         mask = mask & _uncut(trainer, scored)
     place = slice(before + mine.start, before + mine.stop)
-    return replace(table, local=LocalRows(place, mask, scored.rewarded.tokens[mine]))
+    local = LocalRows(place, mask, scored.rewarded.tokens[mine], over_ranks=functools.partial(_sum_over_ranks, trainer))
+    return replace(table, local=local)
+
+
+def _sum_over_ranks(trainer: Collectives, numbers: Tensor) -> Tensor:
+    if trainer.accelerator.num_processes == 1:
+        return numbers
+    here = numbers.to(trainer.accelerator.device)
+    summed: Tensor = trainer.accelerator.reduce(here, reduction="sum")
+    return summed.to(numbers.device)
 
 
 def mask_cut(trainer: UpdatePort, scored: Scored) -> None:

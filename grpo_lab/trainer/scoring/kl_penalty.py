@@ -30,7 +30,7 @@ from grpo_lab.trainer.ports import Collectives, StepPort, UpdatePort
 from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut, with_local_rows
-from grpo_lab.trainer.step.log_probs import TEXT, GenerationForwards, log_probs_in_bins, trl_log_probs
+from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bins, padded_log_probs
 
 
 class KLController(TrainerCallback):  # type: ignore[misc]
@@ -166,10 +166,4 @@ def _finite(trainer: Collectives, kl: Tensor) -> Tensor:
 def _log_probs_at_generation(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
     if GenerationForwards.of(trainer).in_bins and not trl_bridge.is_multimodal(batch):
         return log_probs_in_bins(trainer, trainer.model, batch)
-    size = trainer.args.per_device_train_batch_size
-    if Carried(batch).position_offset is not None:  # rows of several generations, text only: each keeps its positions
-        starts = range(0, batch["prompt_ids"].size(0), size)
-        parts = [{name: batch[name][start : start + size] for name in TEXT} for start in starts]
-        return torch.cat([trl_log_probs(trainer, part) for part in parts])
-    logps: Tensor = trl_bridge.stock_forward(trainer, trainer.model, batch, batch_size=size)[0]
-    return logps
+    return padded_log_probs(trainer, batch)

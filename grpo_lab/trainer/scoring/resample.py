@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages import outcome_of
+from grpo_lab.advantages import outcome_of, reads_token_energy
 from grpo_lab.advantages.group import has_equal, is_dead
 from grpo_lab.batch import RewardTable
 from grpo_lab.rewards.for_task import COLUMN
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.row_table import POSITION_OFFSET, RowTable
-from grpo_lab.trainer.scoring.advantages import checked_advantages
+from grpo_lab.trainer.scoring.advantages import checked_advantages, with_equal_energies
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, with_local_rows
 from grpo_lab.trainer.step.log_probs import keep_copy
 
@@ -106,6 +106,8 @@ class Resampler:
         else:
             table = last.rewarded.table
         table = with_local_rows(trainer, last, table, before=len(chosen) * size)
+        if reads_token_energy(trainer.algorithm.advantage):
+            table = with_equal_energies(table)
         assert table.local is not None
         faults = trainer.recorder.faults_in_training
         mask = table.local.mask

@@ -200,6 +200,17 @@ def trl_log_probs(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
     return found
 
 
+def padded_log_probs(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
+    """Return log-probs by TRL's own forward on all rows of a generation batch, some at a time."""
+    size = trainer.args.per_device_train_batch_size
+    if Carried(batch).position_offset is not None:  # rows of several generations, text only: each keeps its positions
+        starts = range(0, batch["prompt_ids"].size(0), size)
+        parts = [{name: batch[name][start : start + size] for name in TEXT} for start in starts]
+        return torch.cat([trl_log_probs(trainer, part) for part in parts])
+    logps: Tensor = trl_bridge.stock_forward(trainer, trainer.model, batch, batch_size=size)[0]
+    return logps
+
+
 def rows_in_place(trainer: Collectives, model: Any, batch: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Return a context for TRL's forward on a micro-batch in which a row keeps the positions of its generation."""
     takes = takes_positions(trainer.accelerator.unwrap_model(model))

@@ -118,6 +118,23 @@ def score(accelerator: Any, model: torch.nn.Module, inputs: dict[str, Any], plac
 
 
 @contextlib.contextmanager
+def energies_for_log_probs() -> Iterator[None]:
+    """Let TRL's head inside the block give the squared norm of the score, 1 − 2π + Σπ² ≥ 0, of each token where it
+    gives log-probs otherwise, without gradient. π are probabilities at the sampling temperature. The head computes Σπ²
+    in its tiles on request; TRL's trainer does not ask for it."""
+    head = utils._ChunkedLogProbFunction
+
+    class Energies:
+        @staticmethod
+        def apply(*given: Any) -> tuple[Tensor, None, None, None, None]:
+            log_probs, _, log_squares, *_ = head.apply(*given[:-1], ("log_probs", "log_sum_sq_probs"))
+            return (1 - 2 * log_probs.exp() + log_squares.exp()).clamp(min=0), None, None, None, None
+
+    with replaced(utils, "_ChunkedLogProbFunction", Energies):
+        yield
+
+
+@contextlib.contextmanager
 def scored_alone() -> Iterator[None]:
     """Let the head of TRL's other trainers skip positions without a label inside the block on a CPU, too. By itself it
     skips them only where Triton runs. The kernels check for Triton on their own. TRL 1.15 has no such check, and scores
