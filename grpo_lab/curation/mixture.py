@@ -10,6 +10,7 @@ each prompt at random (``ratio``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -39,6 +40,11 @@ class Shares:
         return task
 
 
+def most_of(weights: Sequence[float], batch_size: int) -> list[int]:
+    """Return how many prompts of each task a round may hold: within one of the share at both of its ends."""
+    return [min(math.ceil(share * batch_size) + 1, batch_size) for share in Shares(weights).shares]
+
+
 class MixtureSampler(RoundSampler):
     """Sampler of several tasks. Each round holds them by their weights; each task's rows are shuffled once a pass of
     its own.
@@ -62,9 +68,7 @@ class MixtureSampler(RoundSampler):
         self._places: list[list[tuple[int, int, int]]] = []  # a round: (pass, first place, number) of each task
         self._shares = Shares(self.weights)
         self._order: list[list[int]] = []  # a round: the tasks of its prompts
-        for task, share in enumerate(self._shares.shares):
-            most = -(-share * self.batch_size // 1) + 1  # within one of the share at both ends of a round
-            most = min(int(most), self.batch_size)
+        for task, most in enumerate(most_of(self.weights, self.batch_size)):
             if len(self.rows[task]) < most:
                 raise ValueError(
                     f"task {task} has {len(self.rows[task])} rows, and a round of batch_size={self.batch_size} may "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from grpo_lab.recipe.data import asking_the_hub_once
 from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE, Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.sections import ModelSection, Recipe, template_kwargs_of
+from grpo_lab.rewards.for_task import COLUMN
 from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.runs.console import count_of, describe, settings_in_words
 from grpo_lab.trainer.arguments import with_class_parts, with_declared_rewards
@@ -74,6 +76,7 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
         "processes": str(config.world_size * outlook().processes),
         "output folder": str(recipe.output_dir),
     }
+    facts |= _tasks(job, config)
     if recipe.cold_start is not None:
         section = recipe.cold_start
         facts["cold start"] = f"{count_of(job.cold_rows, section.data)}; {settings_in_words(section.arguments)}"
@@ -111,13 +114,29 @@ def _rewards(recipe: Recipe, job: Job, config: Any) -> str:
     own = len(job.rewards)
     if recipe.environment_factory is None:  # an environment's own rewards are known only when it is built
         rewards, config = with_declared_rewards(job.trainer, rewards, config)
-    names = [section.name for section in recipe.rewards] + [reward_name(one) for one in rewards[own:]]
+    names = [
+        "/".join(filter(None, (section.arguments.get("for_task"), section.name))) for section in recipe.rewards
+    ] + [reward_name(one) for one in rewards[own:]]
     weights = config.reward_weights or [1.0] * len(rewards)
     said = []
     for name, reward, weight in zip(names, rewards, weights, strict=False):  # more, where an environment owns some
         schedule = config.lab_settings.reward_schedules.get(reward_name(reward))
         said.append(f"{name} × {weight_in_words(reward, weight) if schedule is None else schedule.in_words()}")
     return ", ".join(said[:own] + [f"{one} (added by {recipe.trainer})" for one in said[own:]])
+
+
+def _tasks(job: Job, config: Any) -> dict[str, str]:
+    """Return a line on each task of a mixture: its rows, its weight and its share of the prompts."""
+    tasks = config.lab_settings.tasks
+    counts = Counter[str]()
+    if tasks and job.rows is not None:
+        counts.update(job.rows[COLUMN])
+    weights = sum(task.weight for task in tasks.values())
+    return {
+        f"task {name}": f"{f'{counts[name]:,} rows' if counts else 'not loaded here'}, weight {task.weight:g}: "
+        f"{task.weight / weights:.1%} of the prompts"
+        for name, task in tasks.items()
+    }
 
 
 def _dropout(recipe: Recipe, config: Any) -> str:

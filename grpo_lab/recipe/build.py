@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.io import is_local, looks_local
 from grpo_lab.recipe.ahead import to_come
+from grpo_lab.recipe.mixture import BY_TASK
 from grpo_lab.recipe.models import loading, lora_config
 from grpo_lab.recipe.sections import EvaluationSection, PluginSection, Recipe, RewardSection
 from grpo_lab.registry import load_named
+from grpo_lab.rewards.for_task import COLUMN, ByTask, ForTask, for_task
 from grpo_lab.settings import one_of, read, refuse_misfit, refuse_unknown_arguments, typed
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
     """
     if section.weight != 1.0 and where != "rewards":
         raise ValueError(f"`{where}.weight` is {section.weight:g} and has no effect: one reward judges; leave it out")
+    if "for_task" in section.arguments:
+        others = {name: value for name, value in section.arguments.items() if name != "for_task"}
+        return for_task(build_reward(replace(section, arguments=others), where), section.arguments["for_task"])
+    if section.name == BY_TASK:
+        return ByTask({task: _inside(section, f"{where}.{task}", task) for task in section.arguments})
     if section.name in REWARDS:
         kind = getattr(import_module("grpo_lab.rewards"), REWARDS[section.name])
         if section.name in AROUND and "reward" in section.arguments:
@@ -105,9 +112,9 @@ def scoring_nothing(name: str) -> Any:
     return score
 
 
-def _inside(section: RewardSection, where: str) -> Any:
-    """Build the reward that is the argument of another one."""
-    return build_reward(read(RewardSection, section.arguments["reward"], where), where)
+def _inside(section: RewardSection, where: str, argument: str = "reward") -> Any:
+    """Build the reward that is an argument of another one."""
+    return build_reward(read(RewardSection, section.arguments[argument], where), where)
 
 
 def _reward_model(section: RewardSection, where: str) -> str:
@@ -146,7 +153,10 @@ def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABL
         check = getattr(reward, "check_golds", None)
         if check is None or "solution" not in rows.column_names:
             continue
-        report = check(rows["solution"][:])
+        own = rows
+        if isinstance(reward, ForTask):
+            own = rows.select([row for row, task in enumerate(rows[COLUMN]) if task == reward.task])
+        report = check(own["solution"][:])
         if report.share_unusable > limit:
             many = f"more than {limit:.0%} of its gold answers"
             raise ValueError(f"column 'solution' (`data`): {many} are unusable. {report}")

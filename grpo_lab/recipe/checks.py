@@ -15,6 +15,7 @@ from datasets import Dataset
 from grpo_lab.engines.generators import RenderedPrompt, context_of_config, render_pair, render_prompt, too_long
 from grpo_lab.recipe.data import MADE, load_rows, rows_here
 from grpo_lab.recipe.sections import NEW_TOKENS, ColdStartSection, EvaluationSection, Recipe
+from grpo_lab.rewards.for_task import ForTask
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
 from grpo_lab.trainer.settings.inputs import check_conversations, turns_of
@@ -215,6 +216,8 @@ def check_columns(recipe: Recipe, trainer: Any, rows: Dataset, rewards: list[Any
     if own or recipe.environment_factory is not None:
         return
     for section, reward in zip(recipe.rewards, rewards, strict=True):
+        if isinstance(reward, ForTask):
+            reward = reward.reward
         if isinstance(reward, str) or not inspect.isroutine(reward):
             continue
         parameters = inspect.signature(reward).parameters.values()

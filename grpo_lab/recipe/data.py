@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.io import is_local, looks_local
 from grpo_lab.recipe.ahead import outlook, to_come
+from grpo_lab.recipe.mixture import LOADER, joined
 from grpo_lab.recipe.sections import DataSection
 from grpo_lab.registry import load_named
-from grpo_lab.settings import one_of, refuse_misfit, typed
+from grpo_lab.settings import one_of, read, refuse_misfit, typed
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -65,6 +66,8 @@ def _loader_with_arguments(section: DataSection, where: str) -> tuple[Callable[.
 
 def loader_of(name: str, where: str) -> Callable[..., Any]:
     """Return the function that loads the rows. Raises a ValueError that names ``where`` for an unknown loader."""
+    if name == LOADER:
+        return mixture
     if ":" in name:
         found: Callable[..., Any] = load_named(name, where)
     elif name in LOADERS:
@@ -72,6 +75,18 @@ def loader_of(name: str, where: str) -> Callable[..., Any]:
     else:
         raise ValueError(f"`{where}` is {name!r}{one_of(name, sorted(LOADERS))}, or 'module:attribute'")
     return found
+
+
+def mixture(template: str = "chat", **tasks: Any) -> Dataset:
+    """Load the rows of several tasks, ``{name: data section}``, and join them. ``template``: of a section without its
+    own."""
+    parts = {}
+    for name, one in tasks.items():
+        where = f"mixture.{name}.data"
+        if isinstance(one, Mapping):
+            one = {"template": template, **one}
+        parts[name] = load_rows(read(DataSection, one, where), where)
+    return joined(parts)
 
 
 def where_raised(error: BaseException) -> str:
@@ -168,7 +183,7 @@ def rows_here(section: DataSection, where: str) -> Any:
     except ValueError as error:
         source = section.arguments.get("source")
         local = source is not None and (is_local(source) or looks_local(str(source)))
-        of_the_hub = section.loader in READ and not local and _caused_by(error, OSError, DatasetsError)
+        of_the_hub = section.loader in (*READ, LOADER) and not local and _caused_by(error, OSError, DatasetsError)
         if not (of_the_hub and outlook().here_only):
             raise
         not_asked_again(error)

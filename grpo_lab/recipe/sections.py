@@ -10,13 +10,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from grpo_lab.engines.generators import check_template_kwargs
 from grpo_lab.recipe.elsewhere import RECIPE, SAVED, SUPERVISED, refuse_words_from_elsewhere
+from grpo_lab.recipe.mixture import without_mixture
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import (
     NULL_IS_DEFAULT,
@@ -109,6 +110,28 @@ NEW_TOKENS = 512
 #: Number of prompts that transformers generates for at once.
 BATCH_SIZE = 64
 STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
+
+
+@settings()
+class HeldOutSection:
+    """``evaluation`` of a task: its held-out rows, and the reward that judges them (default: the task's first)."""
+
+    data: DataSection
+    reward: RewardSection | None = None
+
+
+@settings()
+class TaskSection:
+    """One task of ``mixture``; the meaning of the keys that are not here is that of ``TaskSettings``."""
+
+    data: DataSection
+    rewards: tuple[RewardSection, ...]
+    weight: Any = None
+    objective: Any = None
+    advantage: Any = None
+    loss_weight: Any = None
+    denominators: Literal["all", "own"] | None = None
+    evaluation: HeldOutSection | None = None
 
 
 @settings(bare="name", rest="arguments")
@@ -271,6 +294,7 @@ TELLING = {
     "short_model": "long2short",
     **dict.fromkeys(("rft", "online_rft", "expert_iteration"), "rounds"),
     **dict.fromkeys(("shortest_sft", "merge"), "long2short"),
+    "mixture": "train",
 }
 """Section, or value of ``method`` → the only command whose recipes have it."""
 
@@ -310,7 +334,10 @@ def with_name(written: Mapping[str, Any], default_name: str) -> dict[str, Any]:
 def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe:
     """Make a recipe from a plain mapping; see ``read_recipe``."""
     check_command(written, "train")
-    return read(Recipe, {"name": default_name, **written})
+    tasks = written.get("mixture")
+    for name, task in tasks.items() if isinstance(tasks, Mapping) else ():
+        read(TaskSection, task, f"mixture.{name}")
+    return read(Recipe, {"name": default_name, **without_mixture(written)})
 
 
 @settings()

@@ -112,6 +112,27 @@ class ForTask(_Wrapped):
         return _scattered(mine, values, len(inputs["completions"]))
 
 
+class ByTask:
+    """Judges each row by the reward of its task; None for a row of no task.
+
+    Args:
+        rewards: task → a reward of completions.
+    """
+
+    __name__ = "by_task"
+    measures_correctness = True
+
+    def __init__(self, rewards: Mapping[str, Any]) -> None:
+        self.rewards = {task: for_task(reward, task) for task, reward in rewards.items()}
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Values:
+        found: Values = [None] * len(completions)
+        for reward in self.rewards.values():
+            values = reward(prompts=prompts, completions=completions, **columns)
+            found = [own if value is None else value for own, value in zip(found, values, strict=True)]
+        return found
+
+
 class AwaitedForTask(ForTask):
     """The same around an ``async def``."""
 

@@ -38,7 +38,7 @@ def describe(settings: Any) -> str:
     if settings is None:
         return "not applied"
     if isinstance(settings, DataSection):
-        rest = ", ".join(f"{name} {value}" for name, value in settings.arguments.items())
+        rest = ", ".join(f"{name} {_inner(value)}" for name, value in settings.arguments.items())
         limit = ""
         if settings.limit is not None:
             limit = f", the first {settings.limit:,}"
@@ -56,6 +56,13 @@ def describe(settings: Any) -> str:
 def settings_in_words(training: Mapping[str, Any]) -> str:
     """Return the settings of a TRL trainer in words."""
     return ", ".join(f"{name} {value}" for name, value in training.items()) or "TRL's defaults"
+
+
+def _inner(value: Any) -> Any:
+    """Return a section inside a section, as of a mixture's task, in words."""
+    if not isinstance(value, Mapping):
+        return value
+    return f"({', '.join(f'{name} {one}' for name, one in value.items())})"
 
 
 def count_of(rows: Any, section: DataSection) -> str:

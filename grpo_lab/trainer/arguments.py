@@ -20,7 +20,7 @@ from grpo_lab.trainer.generation.prompt_order import with_row_numbers
 from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs, check_loss_type, check_weights
 from grpo_lab.trainer.settings.parse import LabSettings
-from grpo_lab.trainer.settings.tasks import check_rewards, check_rows
+from grpo_lab.trainer.settings.tasks import check_enough, check_rewards, check_rows
 
 
 def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
@@ -202,6 +202,7 @@ def resolve_arguments(
     settings = args.lab_settings
     if settings.tasks:
         check_rows(settings.tasks, train_dataset, "train_dataset")
+        check_enough(settings.tasks, train_dataset, args.generation_batch_size // args.num_generations)
         for name, rows in eval_dataset.items() if isinstance(eval_dataset, dict) else [("", eval_dataset)]:
             if rows is not None:
                 check_rows(settings.tasks, rows, f"eval_dataset.{name}" if name else "eval_dataset")

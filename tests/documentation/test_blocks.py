@@ -105,6 +105,8 @@ def test_yaml(block: Block) -> None:
                 lab_config(numbers_read(read_recipe(lab.recipe(options), lab.changes(arm, 0, options))))
             continue
         base = read_yaml(BASE)
+        if "mixture" in written:
+            base = {name: value for name, value in base.items() if name not in ("data", "rewards")}
         base.pop("objective", None) if "objective" in written else None
         recipe = recipe_from({**base, **written, **ON_CPU})
         config = lab_config(numbers_read(recipe))

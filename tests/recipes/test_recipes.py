@@ -64,7 +64,10 @@ def test_a_pipeline_dry_runs(path: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def fewer_rows(path: Path) -> dict[str, Any]:
     """Of problems that are made up: writing ten thousands of them is most of a dry run's time."""
     written = yaml.safe_load(path.read_text())
-    sections = {"data": written["data"], "cold_start.data": (written.get("cold_start") or {}).get("data") or {}}
+    sections = {"cold_start.data": (written.get("cold_start") or {}).get("data") or {}}
+    sections["data"] = written.get("data", {})
+    for task, own in written.get("mixture", {}).items():
+        sections |= {f"mixture.{task}.data": own["data"], f"cold_start.data.{task}": sections["cold_start.data"][task]}
     return {f"{name}.n": 300 for name, section in sections.items() if section.get("n", 0) > 300}
 
 

@@ -254,7 +254,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reward": for_task(mixed_reward(), "subtract")}, "is of task 'subtract'"),
     (
         {"per_device_train_batch_size": 24, "data": rows(24), "tasks": {"add": {}, "sort": {"weight": 3}}},
-        "a round of batch_size=18 may",
+        "may take 15 different ones of it",
     ),
 ]
 

@@ -8,6 +8,7 @@ own shares the run's with all others that have none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from pydantic import Field
 
 from grpo_lab.advantages import level_of
 from grpo_lab.advantages.mixed import MixedAdvantage
+from grpo_lab.curation.mixture import most_of
 from grpo_lab.objectives import MixedObjective, Objective, TaskObjective
 from grpo_lab.rewards.for_task import COLUMN
 from grpo_lab.settings import must_be, one_of, settings
@@ -193,6 +195,19 @@ def check_rows(tasks: Mapping[str, TaskSettings], rows: Any, setting: str) -> No
     for name in tasks:
         if name not in found and setting == "train_dataset":
             raise ValueError(f"`tasks` has {name!r}, and `{setting}` has no row of it in its column {COLUMN!r}")
+
+
+def check_enough(tasks: Mapping[str, TaskSettings], rows: Dataset, prompts: int) -> None:
+    """Raise ValueError if a task has fewer rows than a generation batch of ``prompts`` may take of it."""
+    counts = Counter(rows[COLUMN])
+    most = most_of([task.weight for task in tasks.values()], prompts)
+    for name, needed in zip(tasks, most, strict=True):
+        if counts[name] < needed:
+            raise ValueError(
+                f"`train_dataset` has {counts[name]} rows of task {name!r}, and a generation batch of {prompts} "
+                f"prompts may take {needed} different ones of it (`tasks.{name}.weight`): bring more rows, or lower "
+                "its weight"
+            )
 
 
 def check_rewards(tasks: Mapping[str, TaskSettings], rewards: list[Any]) -> None:

@@ -1,0 +1,98 @@
+"""``mixture`` of a recipe: several data sets, each with its rewards, its weight and, if wanted, its own objective.
+
+It is short for what a recipe can say without it: ``data`` with the loader ``mixture``, which joins the rows and writes
+each row's task into the column ``task``; rewards with ``for_task``; the setting ``tasks``; and an ``evaluation`` by
+task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from grpo_lab.rewards.for_task import COLUMN
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+LOADER = "mixture"
+BY_TASK = "by_task"
+"""Name of the reward that judges each row by its task's reward."""
+OF_TRAINING = ("weight", "objective", "advantage", "loss_weight", "denominators")
+"""Keys of a task that become one of ``tasks`` (``TaskSettings``, which checks them)."""
+
+
+def without_mixture(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's mapping with ``mixture``, whose tasks are read (``TaskSection``), written out; unchanged if it
+    has none.
+
+    Raises ValueError for ``data``, ``rewards`` or ``tasks`` beside it, and for held-out rows of some tasks only.
+    """
+    if "mixture" not in written:
+        return dict(written)
+    for name in ("data", "rewards", "tasks"):
+        if name in written:
+            raise ValueError(f"`mixture` and `{name}` are both set: a task of `mixture` has its own; leave one out")
+    given = written["mixture"]
+    if not isinstance(given, Mapping) or not given:
+        raise ValueError(f"`mixture` is {given!r}; it must be a mapping of tasks, {{name: {{data: …, rewards: …}}}}")
+    rewards = [
+        {**_as_mapping(reward), "for_task": str(name)} for name, task in given.items() for reward in task["rewards"]
+    ]
+    tasks = {
+        str(name): {key: task[key] for key in OF_TRAINING if task.get(key) is not None} for name, task in given.items()
+    }
+    rest = {key: value for key, value in written.items() if key != "mixture"}
+    data = {"loader": LOADER, **{str(name): task["data"] for name, task in given.items()}}
+    return {**rest, "data": data, "rewards": rewards, "tasks": tasks, **_evaluation(given, written.get("evaluation"))}
+
+
+def _evaluation(given: Mapping[str, Any], beside: Any) -> dict[str, Any]:
+    """Return the recipe's ``evaluation`` by task, if the tasks name held-out rows."""
+    held_out = {str(name): task["evaluation"] for name, task in given.items() if task.get("evaluation") is not None}
+    if not held_out:
+        return {}
+    lacking = next((name for name in given if str(name) not in held_out), None)
+    if lacking is not None:
+        raise ValueError(
+            f"`mixture.{lacking}.evaluation` is missing, and other tasks have one: name held-out rows of all tasks, or "
+            "of none"
+        )
+    for name in ("data", "reward", "by"):
+        if name in (beside or {}):
+            raise ValueError(f"`evaluation.{name}` is set beside `mixture.<task>.evaluation`: leave one out")
+    data = {"loader": LOADER, **{name: one["data"] for name, one in held_out.items()}}
+    judges = {name: _judge(one.get("reward") or given[name]["rewards"][0]) for name, one in held_out.items()}
+    return {"evaluation": {**(beside or {}), "data": data, "reward": {"name": BY_TASK, **judges}, "by": COLUMN}}
+
+
+def _as_mapping(reward: Any) -> dict[str, Any]:
+    return dict(reward) if isinstance(reward, Mapping) else {"name": reward}
+
+
+def _judge(reward: Any) -> dict[str, Any]:
+    return {key: value for key, value in _as_mapping(reward).items() if key != "weight"}
+
+
+def joined(parts: Mapping[str, Dataset]) -> Dataset:
+    """Return the rows of all tasks, one task after the other, with the name of each row's task in the column ``task``.
+    A column that a task lacks is None in its rows.
+
+    Raises ValueError if two tasks have a column of one name and different types.
+    """
+    from datasets import concatenate_datasets
+
+    types: dict[str, tuple[str, Any]] = {}
+    named = []
+    for name, rows in parts.items():
+        for column, kind in rows.features.items():
+            first, known = types.setdefault(column, (name, kind))
+            if known != kind and column != COLUMN:
+                raise ValueError(
+                    f"column {column!r} is {known} in task {first!r} and {kind} in task {name!r}: give both one type, "
+                    "or one of them another name"
+                )
+        if COLUMN in rows.column_names:
+            rows = rows.remove_columns(COLUMN)
+        named.append(rows.add_column(COLUMN, [name] * len(rows)))
+    return concatenate_datasets(named)
