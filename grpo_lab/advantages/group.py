@@ -54,9 +54,9 @@ def has_equal(values: Tensor, group: Tensor, groups: int) -> Tensor:
     return high <= low
 
 
-#: added to a divisor by verl's rules, and by the code that grew out of it
+#: Number that verl's rules, and the code that grew out of verl, add to a divisor.
 VERLS_EPSILON = 1e-6
-#: setting ``std`` of a rule → what is taken from n in the denominator
+#: Setting ``std`` of a rule → number that is subtracted from n in the denominator.
 DEVIATIONS = {"population": 0, "sample": 1}
 
 

@@ -99,7 +99,8 @@ class Process(StdNormalized):
 
     level: ClassVar[str] = "token"
     reads_steps: ClassVar[bool] = True
-    #: a KL per completion is taken from the outcome's reward: without one it would be compared with itself alone
+    #: Whether a KL per completion is taken from the outcome's reward. Without an outcome it would be compared with
+    #: itself alone.
     penalises_outcome: ClassVar[bool] = True
 
     def __call__(self, table: RewardTable) -> Tensor:

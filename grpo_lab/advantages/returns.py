@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_lab.advantages.group import GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
 from grpo_lab.batch import RewardTable, safe
 
-#: λ of generalised advantage estimation
+#: λ of generalised advantage estimation.
 LAM = 0.95
 
 
@@ -146,7 +146,7 @@ class GAE:
     gamma: float = 1.0
     lam: float = LAM
     level: ClassVar[str] = "token"
-    #: a run with this rule has a critic
+    #: A run with this rule has a critic.
     reads_values: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

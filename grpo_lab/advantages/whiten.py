@@ -23,7 +23,8 @@ from torch import Tensor
 
 from grpo_lab.batch import masked_sum, safe
 
-#: under the root, as in TRL's deleted PPOTrainer (variance over n − 1); AlpacaFarm's is over n, as here
+#: Number that is added under the root, as in TRL's deleted PPOTrainer. Its variance was over n − 1; here it is over n,
+#: as AlpacaFarm's.
 EPSILON = 1e-8
 
 

@@ -34,7 +34,7 @@ from grpo_lab.runs.differences import OF_NO_FILE, plain_settings
 from grpo_lab.settings import Named, Positive, Switch, Whole, must_be, one_of, read, settings
 
 KEPT = ("metrics.jsonl", "evaluation/before/summary.json", "evaluation/after/summary.json")
-"""What columns and curves are read of, in a cell's folder."""
+"""Files in a cell's folder that columns and curves are read from."""
 
 
 @settings()

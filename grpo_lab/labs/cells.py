@@ -25,10 +25,10 @@ from grpo_lab.runs.stage import Facts, plain_facts
 
 Record = dict[str, Any]
 Found = dict[str, list[Record]]
-"""Arm → its records, one a seed."""
+"""Arm → its records, one per seed."""
 
 NOT_KNOWN = "what it is made from is known when the lab has made its start"
-"""Why a cell is due whose settings cannot be read yet."""
+"""Reason why a cell is due whose settings cannot be read yet."""
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,12 @@ from grpo_lab.visible import print_errors_visibly
 Options = argparse.Namespace
 
 GENERATED = "rollout/generated"
-"""In ``metrics.jsonl``: tokens that the policy has written until then."""
+"""Key in ``metrics.jsonl``: number of tokens that the policy has written so far."""
 OF_THE_CALL = (
     "command", "name", "verbose", "traceback", "seeds", "arms", "folder", "jobs", "at_most", "difference", "spread",
     "run_one", "dry_run",
 )  # fmt: skip
-"""Options that say which cells run, where and how; no number follows from them."""
+"""Options that say which cells run, where and how. No number depends on them."""
 
 
 def options_of_cell(arm: str, seed: int, options: Options) -> Mapping[str, Any]:

@@ -37,7 +37,7 @@ from grpo_lab.objectives.corrections import SequenceTruncate, TokenTruncate
 
 ESTIMATORS = ("k1", "k2", "k3")
 PLACES = ("loss", "reward, sum", "reward, per token")
-#: standard deviation of the reference's logits, and the sampler's, around the policy's
+#: Standard deviations of the reference's logits, and of the sampler's, around the policy's.
 TO_REFERENCE, TO_SAMPLER = 0.5, 0.3
 DISTANCES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0)
 NONE = "none"

@@ -25,12 +25,12 @@ from grpo_lab.recipe.yaml import read_yaml, shipped_recipe
 
 JUDGES: Mapping[str, Any] = {"none": {}, "people": {"temperature": 1.0}, "systematic": {"longer": 0.4}}
 PAID: Mapping[str, Any] = {"form": [{"name": "worked_out"}], "truth": []}
-"""Arm without a model → what it is paid by beside accuracy, which is watched where there is something."""
+"""Arm without a model → rewards that pay it beside accuracy, which is only watched if there are some."""
 TRUTH = "rewards/accuracy_reward/mean"
 PROXY = "rewards/preference_reward/mean"
 KL = "kl/reward_penalty"
 LAST = 10
-"""Steps that a mean of the log is over."""
+"""Number of steps that a mean of the log is over."""
 
 
 def stages_of(options: Options) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from grpo_lab.trainer.metrics.metric_names import logged_names, team_may_log
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 OF_LOG = ("mean", "last")
-"""What a column takes of a logged metric."""
+"""Functions that a column may apply to a logged metric."""
 
 
 def check_shown(

@@ -13,7 +13,7 @@ from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.labs.cells import Found
 
 Lines = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
-"""Label → curves of (x, y), one a seed."""
+"""Label → curves of (x, y), one per seed."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
 
 

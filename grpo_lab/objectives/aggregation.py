@@ -95,7 +95,8 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "prompt_mean": prompt_mean,
 }
 
-#: the same over single floats, for the start-up proof: ``literal(rows of tokens, denominators) -> float``
+#: Aggregation → the same over single floats, ``literal(rows of tokens, denominators) -> float``, for the start-up
+#: proof.
 LITERALS: dict[Aggregation, Callable[[Rows, Denominators], float]] = {
     sequence_mean: lambda rows, d: sum(sum(row) / len(row) for row in rows) / d.rows,
     token_mean: lambda rows, d: sum(map(sum, rows)) / float(d.tokens),

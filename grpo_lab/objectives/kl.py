@@ -34,7 +34,7 @@ from grpo_lab.batch import TokenBatch, masked_sum, safe
 PLACEMENTS: tuple[str, ...] = ("loss", "reward")
 PER: tuple[str, ...] = ("sequence", "token")
 MAX_LOG_RATIO = 80.0
-"""nats. Beyond it eˣ is not taken alone: float32 ends at e⁸⁸."""
+"""Largest log-ratio, in nats, of which eˣ is taken by itself: float32 ends at e⁸⁸."""
 
 
 def k1(log_policy: Tensor, log_reference: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ _ESTIMATES = {"k1": k1, "k2": k2, "k3": k3, "k1_clamped": k1_clamped}
 ESTIMATORS = tuple(_ESTIMATES)
 
 
-#: the error that acts is held at ± this much of the target (Ziegler et al.; TRL's old PPO)
+#: The error is clipped to ± this share of the target (Ziegler et al.; TRL's old PPO).
 LARGEST_ERROR = 0.2
 RATE = 0.1
 

@@ -180,7 +180,7 @@ SURROGATES: dict[str, Any] = {
     "vespo": GammaWeight,
 }
 OUR_PRESETS = frozenset(PRESETS)
-#: what this package brings: proved by ``literal``, and not asked before every step
+#: Parts of this package. They are proved by ``literal``, so they are not asked before every step.
 _OURS = (*SURROGATES.values(), *AGGREGATIONS.values())
 RESERVED = ("name", "advantage", "ratio", "surrogate", "aggregation")
 """Keys of ``objective: {…}`` that cannot be knobs."""

@@ -11,7 +11,8 @@ from grpo_lab.batch import masked_row_mean, masked_sum, safe
 
 RATIO_LEVELS: tuple[str, ...] = ("token", "sequence", "sequence_token", "product")
 MAX_LOG_PRODUCT = 40.0
-"""nats. Where the plain product of a response's ratios is held: its square is still a number, float32 ends at e⁸⁸."""
+"""Largest log, in nats, of the plain product of a response's ratios. Its square is still a number: float32 ends at e⁸⁸.
+"""
 
 
 def token_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:

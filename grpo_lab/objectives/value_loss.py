@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: how far a value may move from the one at generation, in units of the reward
+#: How far a value may move from the one at generation, in units of the reward.
 CLIPRANGE = 0.2
 
 

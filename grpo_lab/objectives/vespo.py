@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_lab.batch import TokenBatch, masked_sum, safe
 from grpo_lab.objectives.clipped import LiteralRow
 
-#: nats: where log-ratios of a token, and the log of the whole weight, are held
+#: Log-ratios of a token are clamped to ± this many nats, and the log of the whole weight to at most this.
 HIGHEST = 20.0
 LOWEST = math.log(1e-8)
 

@@ -31,19 +31,20 @@ from grpo_lab.trainer.exactness.model_conditions import RandomnessWatch, positio
 from grpo_lab.trainer.ports import Collectives, UpdatePort
 from grpo_lab.trainer.row_table import RowTable
 
-#: prompt and completion tokens of the two rows; both are 8 wide, so that the first row is padded and the second not
+#: Prompt and completion tokens of the two toy rows. Both tensors are 8 wide, so the first row is padded and the second
+#: is not.
 PROMPTS = (3, 8)
 COMPLETIONS = (4, 8)
 #: mean |difference| in nats per token that is always taken for rounding: float32, and coarser arithmetic, where a
 #: log-prob of −15 is a difference of logits that bfloat16 rounds by up to 0.03 each
 FLOOR, COARSE_FLOOR = 5e-5, 0.1
-#: a difference of so many times the model's own rounding is allowed, too, up to the most that can be rounding
+#: A difference of up to this many times the model's own rounding is allowed, too, but no more than can be rounding.
 TIMES = 10.0
 MOST = 1e-3
 MOST_COARSE = 0.25
 #: copies of one row for which the sizes of dropout's masks are compared
 FEW, MANY = 2, 4
-#: answers, the strictest last; the strictest rank's answer holds for all
+#: Answers, the strictest last. The strictest answer of all ranks holds.
 _REASONS = (
     None,
     "the model's forward draws random numbers beside torch's dropout, so it may depend on the micro-batches' layout",

@@ -24,7 +24,7 @@ from grpo_lab.objectives.objective import checked_scalar, checked_token_loss
 from grpo_lab.registry import address
 
 TokenLoss = Callable[[TokenBatch], Tensor]
-#: how near the loss and its formula are, in float64, relative and absolute
+#: Largest difference between the loss and its formula in float64, relative and absolute.
 CLOSE = 1e-12
 _DENOMINATORS = Denominators(rows=3.0, tokens=7.0, budget=5.0, micro_batches=2.0, prompts=1.5, group_tokens=4.0)
 

@@ -21,7 +21,7 @@ _LAYER_DROP = re.compile(r"layer_?drop|drop_?path|stochastic_depth")
 _NOISE = re.compile(r"jitter")
 _SHARED = re.compile(r"(rank|module)_?drop")
 _DROPOUT = re.compile(r"drop")
-#: drop whole channels; a row has masks of its own only if the first of three dimensions is the rows
+#: Modules that drop whole channels. A row has masks of its own only if the first of three dimensions is the rows.
 _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 
 

@@ -30,13 +30,13 @@ from grpo_lab.trainer.ports import Numbers, StepPort
 from grpo_lab.trainer.settings.algorithm import name_of
 from grpo_lab.trainer.trl_bridge import teams
 
-#: state larger than this is a table, not a memory; not looked at
+#: Collections with more items than this count as tables, not as memory, and are not looked at.
 MOST_ITEMS = 64
 MOST_NUMBERS = 4096
 DEPTH = 3
-#: what a trainer remembers by itself when a hook logs or says something
+#: Attributes in which a trainer remembers what a hook logs or says.
 OURS = ("_said", "_metrics", "_logs", "_pending_metrics", "_pending_extra_logs")
-#: objects of these packages are not looked into
+#: Packages whose objects are not looked into.
 LIBRARIES = "torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "grpo_lab", "builtins", "logging"
 
 

@@ -22,10 +22,11 @@ from grpo_lab.update import DEARER, DEARER_BIN, Numbers, Plan, Rows, cheaper, pl
 #: nats a token that the first shared bin may differ from unshared rows: any token in float32, their mean in anything
 #: coarser, whose rounding alone moves single tokens further
 TOLERANCE, TOLERANCE_COARSE = 1e-4, 0.02
-#: names of attentions that read a packed row, beside those of flash kernels
+#: Names of attentions that read a packed row, beside flash kernels.
 SERVED = ("sdpa", trl_bridge.FLEX, trl_bridge.SHARED_PROMPT, trl_bridge.SHARED_FLEX)
-#: form → what a packed row costs beyond its tokens, as a share of them and in tokens a bin. Tiles: measured on a CPU.
-#: Flash kernels: nothing. FlexAttention: half a sixteenth or half a block of padding. Both are estimates
+#: Form → what a packed row costs beyond its tokens: a share of them, and tokens per bin. For tiles it is measured on a
+#: CPU. The others are estimates: nothing for flash kernels, half a sixteenth or half a block of padding for
+#: FlexAttention.
 DEARER_BY = {"tiles": (DEARER, DEARER_BIN), "flex": (1 / 32, 64), "varlen": (0.0, 0)}
 #: how many prompts of the first shared bin are compared, and how many completions of each
 PROMPTS, COMPLETIONS = 3, 4

@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_lab.advantages import reads_values, takes_penalty
 
-#: (whether a ``conflicts.Case`` holds the conflict, what is said)
+#: (function that returns whether a ``conflicts.Case`` holds the conflict, message).
 OF_RULES: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (
         lambda c: c.ours.value is not None and not reads_values(c.algorithm.advantage),

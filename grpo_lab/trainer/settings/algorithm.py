@@ -36,7 +36,7 @@ from grpo_lab.trainer.settings.parse import AdvantageSettings, KLSettings, LabSe
 from grpo_lab.trainer.settings.tasks import mixed
 from grpo_lab.trainer.trl_bridge import teams
 
-#: TRL's loss_type → aggregation, for the losses that we have, as presets of the same names
+#: TRL's loss_type → aggregation, for the losses that we have as presets of the same names.
 LOSS_TYPES: dict[str, str] = {
     "grpo": "sequence_mean",
     "dr_grpo": "fixed_budget",
@@ -47,15 +47,15 @@ LOSS_TYPES: dict[str, str] = {
     "luspo": "sequence_sum",
     "vespo": "token_mean",
 }
-#: preset → (TRL's loss_type, importance_sampling_level) with the same meaning; ``reinforce`` has no counterpart.
+#: Preset → (TRL's loss_type, importance_sampling_level) with the same meaning. ``reinforce`` has no counterpart.
 TRL_EQUIVALENT: dict[str, tuple[str, str]] = {
     **{name: (name, "token") for name in LOSS_TYPES},
     "gspo": ("grpo", "sequence"),
     "luspo": ("luspo", "sequence"),
 }
-#: advantage rule → TRL's scale_rewards
+#: Advantage rule → TRL's scale_rewards.
 TRL_SCALING: dict[str, str] = {"group_zscore": "group", "group_mean": "none", "batch_zscore": "batch"}
-#: method that a subclass may override → which part of the algorithm it replaces or changes
+#: Method that a subclass may override → part of the algorithm that it replaces or changes.
 HOOKS: dict[str, str] = {
     "_calculate_rewards": "rewards",
     "compute_advantages": "advantage",

@@ -112,7 +112,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Settings that cut or bend the engine's distribution → the values that leave it alone."""
 LOWEST, HIGHEST = 0.01, 2.0
-"""vLLM raises a lower temperature (other than 0, greedy) to the lowest, without an error."""
+"""Range of temperatures. vLLM raises a lower one (other than 0, greedy) to the lowest without an error."""
 
 
 def _cut(case: Case) -> tuple[str, Any, Any] | None:
@@ -225,7 +225,7 @@ CUT_AFTER: tuple[Conflict, ...] = (
 )
 
 AHEAD: dict[str | None, tuple[Conflict, ...]] = {None: (), "overlap": OVERLAP, "cut_after": CUT_AFTER}
-"""Asked of what is written, where ``rollout.overlap`` or ``rollout.cut_after`` is."""
+"""Conflicts that are checked if ``rollout.overlap`` or ``rollout.cut_after`` is set."""
 
 BEFORE: tuple[Conflict, ...] = (
     (

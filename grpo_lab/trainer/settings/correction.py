@@ -15,7 +15,7 @@ from grpo_lab.trainer.trl_bridge import teams
 
 ON = "vllm_importance_sampling_correction"
 MODE = "vllm_importance_sampling_mode"
-#: methods by which a team's class may sample
+#: Methods in which a team's class may sample.
 SAMPLES = ("_generate_single_turn", "_generate", "_generate_and_score_completions")
 
 

@@ -22,13 +22,13 @@ from grpo_lab.trainer.settings.parse import AdvantageSettings, CorrectionSetting
 
 #: TRL's ``multi_objective_aggregation`` that is the advantage rule ``gdpo``
 APART = "normalize_then_sum"
-#: TRL's flat settings that are knobs of a surrogate → the field
+#: TRL's flat setting that is a knob of a surrogate → the surrogate's field.
 FLAT: dict[str, str] = {
     **{name: name for name in ("epsilon", "epsilon_high", "delta")},
     **{f"sapo_{name}": name for name in ("temperature_neg", "temperature_pos")},
     **{f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
 }
-#: knob of a correction → TRL's flat setting that is the same, for a correction that TRL has
+#: Knob of a correction → TRL's flat setting with the same meaning, for corrections that TRL has.
 SAMPLER_BOUNDS = {"low": "vllm_importance_sampling_clip_min", "high": "vllm_importance_sampling_clip_max"}
 
 

@@ -19,7 +19,8 @@ def _values(kind: type[Enum]) -> list[str]:
     return [str(member.value) for member in kind]
 
 
-#: prefix of a loss or a correction that TRL does not have, in TRL's field of its name; asked for it, TRL refuses
+#: Prefix of a loss or a correction that TRL does not have, in TRL's field for its name. TRL refuses to compute such a
+#: name.
 NOT_TRLS = "grpo_lab:"
 
 CHOICES: dict[str, Sequence[str]] = {
@@ -39,7 +40,7 @@ CHOICES: dict[str, Sequence[str]] = {
 }
 
 
-#: what a number must be, in words and as a test
+#: What a number must be, in words and as a test.
 Range = tuple[str, Callable[[Any], bool]]
 _FINITE: Range = "a finite number of at least 0", lambda value: 0 <= value < math.inf
 _ABOVE_0: Range = "a finite number above 0", lambda value: 0 < value < math.inf
@@ -77,10 +78,10 @@ RANGES: dict[str, Range] = {
     "eval_steps": _FINITE,  # 0: as `logging_steps`
     "max_steps": ("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
 }
-#: read only where the strategy is `steps`
+#: Setting → the strategy that must be `steps` for it to be read.
 BY_STRATEGY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
 
-#: hint for an unknown setting: another release may have had it
+#: Hint for an unknown setting, which another release may have had.
 EARLIER = "settings of earlier releases that were renamed or removed: release notes of trl and transformers"
 
 

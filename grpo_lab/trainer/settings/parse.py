@@ -396,4 +396,4 @@ class LabSettings:
 
 
 OUR_FIELDS: tuple[str, ...] = tuple(LabSettings.__dataclass_fields__)
-"""What ``LabConfig`` adds to TRL's fields."""
+"""Names of the fields that ``LabConfig`` adds to TRL's."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from grpo_lab.curation.samplers import DECAY, FLOOR
 from grpo_lab.settings import Count, Number, settings
 
-#: sampler → the settings that it reads, with their defaults (None: has to be given)
+#: Sampler → the settings that it reads, with their defaults. None: the setting must be given.
 KNOBS: dict[str, dict[str, Any]] = {
     "prioritized": {"pass_rate_column": "", "floor": FLOOR, "decay": DECAY},
     "curriculum": {"pass_rate_column": "pass_rate"},

@@ -69,7 +69,7 @@ def _own_denominators(case: Any) -> str | None:
     return None if apart else next(own, None)
 
 
-#: rows of ``conflicts``, asked where ``tasks`` is set
+#: Rows of ``conflicts`` that are checked if ``tasks`` is set.
 CONFLICTS: tuple[tuple[Any, str], ...] = (
     (
         lambda c: c.ours.sampler is not None,

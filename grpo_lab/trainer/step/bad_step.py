@@ -30,7 +30,7 @@ FOLDER, FACTS = "bad_steps", "facts.json"
 MOST_STEPS = 8
 MOST_ROWS = 32
 MOST_BYTES = 64 * 2**20
-#: fields in which NaN means "nothing to learn"
+#: Fields in which NaN means "nothing to learn".
 NAN_IS_MEANT = (f"{OURS}returns",)
 
 

@@ -35,12 +35,12 @@ from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.update import DEFAULT_OVERHEAD_TOKENS
 
-#: used share of the free memory: the allocator fragments it, and longer rows may take more per token
+#: Share of the free memory that is used. The allocator fragments it, and longer rows may take more per token.
 SHARE = 0.8
-#: cost of launching one more forward and backward, in tokens: some 0.1 s, in which a GPU computes 1,000 (7B) to
-#: 16,000 (0.5B). Chosen, not measured.
+#: Cost of launching one more forward and backward, in tokens: some 0.1 s, in which a GPU computes 1,000 (7B) to 16,000
+#: (0.5B). It is chosen, not measured.
 LAUNCHES = 2048
-#: moments per weight of AdamW
+#: Number of moments per weight of AdamW.
 MOMENTS = 2
 UNKNOWN = 2**62
 

@@ -21,9 +21,9 @@ from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, Routes
 
 Ints = NDArray[np.int64]
-#: for each of a rank's bins: its rows, and a number per token of them ``[rows, t]``, 0 beyond a completion
+#: For each of a rank's bins: its rows, and a number for each of their tokens, ``[rows, t]``, 0 beyond a completion.
 Collected = list[tuple[list[int], Tensor]]
-#: types for sending, if they need fewer bytes than in memory: token ids are below 2³¹, masks are 0 or 1
+#: Types for sending, where they need fewer bytes than in memory. Token ids are below 2³¹, masks are 0 or 1.
 _ON_THE_WAY = {
     **dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32),
     **dict.fromkeys(("completion_mask", "tool_mask"), torch.uint8),

@@ -24,7 +24,8 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import Numbers, UpdatePort
 from grpo_lab.trainer.resume.state import SavedState, load_reference, save_reference
 
-#: entries of parameter groups that a schedule moves; others that change are state which clearing ``state`` misses
+#: Entries of parameter groups that a schedule moves. Any other entry that changes is state that clearing ``state``
+#: misses.
 SCHEDULED = ("lr", "initial_lr", "weight_decay", "betas", "momentum")
 
 

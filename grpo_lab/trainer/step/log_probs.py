@@ -49,7 +49,7 @@ from grpo_lab.trainer.row_table import (
 from grpo_lab.trainer.step.exchange import Collected, Exchange
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
-#: fields that a forward of a generation batch, or of some of its rows, needs
+#: Fields that the forward of a generation batch, or of some of its rows, needs.
 TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
 
 

@@ -23,7 +23,7 @@ from grpo_lab.trainer.metrics.token_weight_log import TokenWeights
 from grpo_lab.trainer.ports import Collectives, UpdatePort
 from grpo_lab.trainer.ranks import named_place
 
-#: accelerate's kinds of distribution in which a rank's bins need no other rank
+#: accelerate's kinds of distribution in which a rank computes its bins without any other rank.
 ALONE = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 

@@ -14,7 +14,7 @@ from grpo_lab.trainer.row_table import RowTable, prompt_numbers, reach
 from grpo_lab.update import Rows, live_rows
 
 COUNT_BITS = 32
-"""Bits of a count of tokens, where it travels beside another."""
+"""Number of bits of a count of tokens that is sent in one number with another count."""
 
 
 @dataclass(frozen=True)

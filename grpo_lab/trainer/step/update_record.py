@@ -32,8 +32,8 @@ class UpdateRecord:
 
     def __init__(self, trainer: UpdatePort) -> None:
         self.trainer = trainer
-        #: for each micro-batch that stays as TRL cut it: long ``[rows, 3]`` (prompt and completion tokens, 1 if the row
-        #: is live), and padded tokens
+        #: For each micro-batch that stays as TRL cut it: long ``[rows, 3]`` (prompt tokens, completion tokens, 1 if the
+        #: row is live), and its padded tokens.
         self._parts: list[tuple[Tensor, int]] = []
         self._described: dict[str, Any] = {}
 
