@@ -81,7 +81,8 @@ class TaskObjective(Objective):
 
         tokens = denominators.tokens * share(TASK_TOKENS)
         rows: Any = denominators.rows * share(TASK_ROWS)
-        return replace(denominators, rows=rows, tokens=tokens)
+        prompts: Any = denominators.prompts * share(TASK_ROWS)
+        return replace(denominators, rows=rows, tokens=tokens, prompts=prompts)
 
 
 class _OfEachTask:

@@ -26,6 +26,7 @@ What else a surrogate may say of itself, as class attributes or methods, and wha
 ``reads_ratio`` (True): the importance ratio matters; else ``objective.ratio`` beside it is refused.
 ``whole_response`` (False): the loss is of whole responses; then a sampler correction per token is refused.
 ``applies_correction`` (False): it multiplies by ``batch.sampler_weights`` itself; then the objective does not.
+``against_sampler`` (False): its ratio is against ``batch.sampler_logps``; then ``correction`` is refused.
 ``idle_on_policy`` (none): names of knobs that do nothing until the policy has moved; said once where it never does.
 ``literal(row, t)``: the formula over single floats, for the start-up proof (``literal``)."""
 
@@ -90,9 +91,19 @@ class Objective:
         return bool(getattr(self.aggregate, "local_denominator", False))
 
     @property
+    def per_prompt(self) -> bool:
+        """Return whether an aggregation reads the tokens of each row's prompt (``Denominators.group_tokens``)."""
+        return any(getattr(one.aggregate, "per_prompt", False) for one in self.each)
+
+    @property
     def whole_response(self) -> bool:
         """Return whether the surrogate's loss is defined for whole responses."""
         return bool(getattr(self.surrogate, "whole_response", False))
+
+    @property
+    def against_sampler(self) -> bool:
+        """Return whether a surrogate's ratio is against the sampler, so that no correction is multiplied on top."""
+        return any(getattr(one.surrogate, "against_sampler", False) for one in self.each)
 
     @property
     def kl_in_loss(self) -> KLTerm | None:

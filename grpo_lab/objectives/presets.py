@@ -152,6 +152,14 @@ PRESETS: dict[str, Preset] = {
         "prime-rl's default loss, after DPPO, arXiv 2602.04879",
         paper={"threshold_low": 0.2, "kl_tau": 1e-3},
     ),
+    "scale_rl": Preset(
+        "reinforce_pp_baseline",
+        "cispo",
+        "prompt_mean",
+        "ScaleRL, arXiv 2510.13786",
+        paper={"epsilon_high": 5.0},
+        knobs={"over": "completions"},
+    ),
     "clip_cov": Preset(
         "group_zscore",
         "clip_cov",

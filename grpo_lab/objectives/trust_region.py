@@ -41,10 +41,10 @@ class _WithinRegion:
     threshold_high: float | None = None
     truncate: float | None = None
 
-    #: its ratio is against the sampler
-    reads_ratio: ClassVar[bool] = False
-    #: that ratio holds the correction
+    #: its ratio is against the sampler, whose correction is in it
+    against_sampler: ClassVar[bool] = True
     applies_correction: ClassVar[bool] = True
+    reads_ratio: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("threshold_low", "threshold_high"):

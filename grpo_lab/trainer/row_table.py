@@ -78,10 +78,12 @@ class Carried:
             ``token_weights_every``.
         bonus_tokens: float ``[B]``, tokens of the row's micro-batch that an entropy bonus is the mean of; only while
             an optimizer step with a bonus is computed.
-            task: long ``[B]``, the number of the row's task; only with ``tasks``.
+        group_tokens: long ``[B]``, tokens that carry loss in all completions of the row's prompt, over all ranks; only
+            for an aggregation that reads them (``prompt_mean``).
+        task: long ``[B]``, the number of the row's task; only with ``tasks``.
         task_rows, task_tokens: float32 ``[B]``, the share of the row's task in the rows, and in the loss tokens, of its
             generation batch; only if a task has denominators of its own.
-            pass_rate: float ``[B]``, share of right answers in the row's group, NaN if unknown; for
+        pass_rate: float ``[B]``, share of right answers in the row's group, NaN if unknown; for
             ``token_weights_every``.
     """
 
@@ -94,6 +96,7 @@ class Carried:
     unmoved = _Field(f"{OURS}unmoved")
     length_quartile = _Field(f"{OURS}length_quartile")
     bonus_tokens = _Field(f"{OURS}bonus_tokens")
+    group_tokens = _Field(f"{OURS}group_tokens")
     pass_rate = _Field(f"{OURS}pass_rate")
     task = _Field(TASK)
     task_rows = _Field(TASK_ROWS)

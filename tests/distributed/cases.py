@@ -69,6 +69,11 @@ TWO_STEPS = {"steps_per_generation": 6}
 CASES = [
     *(Case(name, SPLIT, {"objective": name}) for name in OBJECTIVES if name != "cispo"),
     Case("cispo", SPLIT, {"objective": "cispo", "epsilon_high": 3.0}),
+    Case(
+        "prompt_mean",
+        SPLIT,
+        {"objective": {"name": "dr_grpo", "aggregation": "prompt_mean"}, "mask_truncated_completions": True},
+    ),
     *(
         Case(f"{name}-sparse", SPLIT, {"objective": name, "weight_decay": 0.01}, reward="sparse")
         for name in ("dr_grpo", "dapo")

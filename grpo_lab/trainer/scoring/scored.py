@@ -185,6 +185,11 @@ def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str
     if weighed:
         of_all = pass_rates(correctness(table, trainer.reward_funcs), len(table.values), table.group_size)
         carried.pass_rate = of_all[mine].to(batch["prompt_ids"].device)
+    objective = trainer.algorithm.objective
+    if objective is not None and objective.per_prompt:
+        tokens = trainer.accelerator.gather(loss_mask(batch).sum(1))
+        of_groups = tokens.view(-1, table.group_size).sum(1)
+        carried.group_tokens = of_groups.repeat_interleave(table.group_size)[mine]
     how = trainer.correction
     if how is not None and carried.sampler_weights is not None and not needs_batch(how):  # TRL made it: not put off
         record_by_length(how, batch, loss_mask(batch), trainer.accelerator, trainer.recorder.book())

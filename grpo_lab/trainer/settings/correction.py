@@ -80,6 +80,11 @@ def check_correction(args: Any, algorithm: Algorithm) -> None:
             f"({algorithm.left_to_trl}), which corrects only with `use_vllm`, by one of its own `{MODE}`s: set "
             "`objective`, or leave it out"
         )
+    if asked and objective is not None and objective.against_sampler:
+        raise ValueError(
+            f"`correction` is {algorithm.names['correction']!r}, and the ratio of objective {objective.name!r} is "
+            "against the sampler already: leave it out"
+        )
     of_tokens = getattr(correction, "level", None) == "token"
     if of_tokens and objective is not None and objective.whole_response:
         said = f"`correction` is {algorithm.names['correction']!r}" if asked else f"`{MODE}` is {getattr(args, MODE)!r}"

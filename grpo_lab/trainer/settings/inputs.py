@@ -192,7 +192,7 @@ def check_budget(objective: Any, max_completion_length: int | None) -> None:
     if max_completion_length is not None or objective is None:
         return
     one = torch.ones(1, 1, dtype=torch.float64)
-    without = Denominators(rows=1.0, tokens=1.0, budget=float("nan"))
+    without = Denominators(rows=1.0, tokens=1.0, budget=float("nan"), prompts=1.0, group_tokens=1.0)
     if any(torch.as_tensor(each.aggregate(one, one.bool(), without)).isnan().any() for each in objective.each):
         raise ValueError(
             f"`max_completion_length` is None, and the average of objective {objective.name!r} divides by it; set it "

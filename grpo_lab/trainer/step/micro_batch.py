@@ -7,6 +7,7 @@ reads every token of the policy, whatever its advantage, so no row can be left o
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,12 +32,21 @@ def token_denominator(trainer: UpdatePort, inputs: dict[str, Any]) -> Tensor:
     return count
 
 
-def denominators_of(trainer: UpdatePort, inputs: dict[str, Any], rows: float, micro_batches: float) -> Denominators:
-    """Return denominators counted over everything that TRL would compute. Without a token limit the budget is NaN, and
-    nothing divides by it (``settings.inputs.check_budget``)."""
+def denominators_of(trainer: StepPort, inputs: dict[str, Any], rows: float, micro_batches: float) -> Denominators:
+    """Return denominators counted over everything that TRL would compute, but for ``group_tokens``, which each row
+    carries. Without a token limit the budget is NaN, and nothing divides by it (``settings.inputs.check_budget``)."""
     limit = trainer.max_completion_length
     budget = float("nan") if limit is None else float(limit)
-    return Denominators(rows, token_denominator(trainer, inputs), budget, micro_batches)
+    prompts = rows / trainer.current_group_size
+    return Denominators(rows, token_denominator(trainer, inputs), budget, micro_batches, prompts)
+
+
+def with_group_tokens(denominators: Denominators, batch: TokenBatch) -> Denominators:
+    """Return the denominators of the rows of ``batch``: with the tokens of their prompts, where they are counted."""
+    of_rows = Carried(dict(batch.extras)).group_tokens
+    if of_rows is None:
+        return denominators
+    return replace(denominators, group_tokens=of_rows.unsqueeze(1))
 
 
 def token_batch(
@@ -90,6 +100,7 @@ def scalar_loss(trainer: StepPort, batch: TokenBatch, denominators: Denominators
     """Return the loss of a micro-batch (or bin): that of its tokens, averaged by the objective."""
     objective = trainer.algorithm.objective
     assert objective is not None
+    denominators = with_group_tokens(denominators, batch)
     of_tokens = token_loss(trainer, batch)
     record_losses(trainer, batch, of_tokens.detach(), denominators)
     return objective.aggregated(of_tokens, batch, denominators)

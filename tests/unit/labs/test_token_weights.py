@@ -63,6 +63,8 @@ BY_HAND = {
     "mirror_descent": lambda a, n: a / 20,
     "gspo_token": lambda a, n: a / n / 20,
     "gmpo": lambda a, n: a / n / 20,
+    "sapo": lambda a, n: a / n / 20,
+    "luspo": lambda a, n: a / 20,
     **dict.fromkeys(("dppo_tv", "dppo_kl", "prime_rl", "clip_cov", "kl_cov"), lambda a, n: a / sum(LENGTHS)),
 }
 
@@ -101,7 +103,7 @@ def weights_of(name: str, advantages: Tensor | None = None, **changes: str) -> t
 
 def test_every_preset_has_a_family_but_that_of_a_critic() -> None:
     """Nor those whose advantage goes with the pass rate or the length in another way."""
-    others = {"ppo", "maxrl", "pass_at_k", "gdpo", "opo", "reinforce_pp_baseline"}
+    others = {"ppo", "maxrl", "pass_at_k", "gdpo", "opo", "reinforce_pp_baseline", "scale_rl", "vespo"}
     assert FAMILIES.keys() == PRESETS.keys() - others == BY_HAND.keys()
 
 

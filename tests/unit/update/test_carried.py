@@ -51,7 +51,7 @@ def test_the_fields_say_where_proximal_log_probs_come_from() -> None:
 def test_what_is_ours_begins_with_our_name() -> None:
     ours = {name for name in FIELDS if FIELDS[name].startswith(OURS)}
     of_us = {"as_generated", "unmoved", "policy_version", "length_quartile", "position_offset", "old_values", "returns"}
-    of_us |= {"pass_rate", "bonus_tokens"}
+    of_us |= {"pass_rate", "bonus_tokens", "group_tokens"}
     of_us |= {"task", "task_rows", "task_tokens"}
     assert ours == of_us
 
