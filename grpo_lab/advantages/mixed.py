@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.whiten import level_of
+from grpo_lab.advantages.whiten import level_of, takes_penalty
 from grpo_lab.batch import RewardTable
 
 
@@ -24,6 +24,15 @@ class MixedAdvantage:
 
     rules: tuple[tuple[Any, tuple[int, ...]], ...]
     level: ClassVar[str] = "table"
+
+    @property
+    def takes_penalty(self) -> bool:
+        return all(takes_penalty(rule) for rule, _ in self.rules)
+
+    @property
+    def least_group(self) -> int:
+        """The smallest group in which every rule gives some completion another advantage than 0."""
+        return max((getattr(rule, "least_group", 0) for rule, _ in self.rules), default=0)
 
     def __call__(self, table: RewardTable) -> Tensor:
         """Return advantages ``[N]``. Raises ValueError if the table does not say the rows' tasks."""

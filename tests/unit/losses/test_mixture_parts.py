@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages import BatchZScore, GroupMean, GroupZScore, MixedAdvantage
+from grpo_lab.advantages import BatchZScore, GroupMean, GroupZScore, MixedAdvantage, PassAtK
 from grpo_lab.batch import TASK, Denominators, RewardTable, TokenBatch
 from grpo_lab.curation import MixtureSampler
 from grpo_lab.curation.mixture import Shares
@@ -129,6 +129,9 @@ def test_each_task_has_its_own_rule() -> None:
     assert torch.equal(found[tasks > 0], of(BatchZScore(), 1, 2))
     with pytest.raises(ValueError, match="column `task`"):
         MixedAdvantage(())(replace(table, tasks=None))
+    strict = MixedAdvantage(((GroupMean(), (0,)), (PassAtK(k=3), (1,))))
+    assert (strict.takes_penalty, strict.least_group) == (False, 4)
+    assert MixedAdvantage(((GroupMean(), (0,)),)).takes_penalty
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (3, 1), (0.7, 0.2, 0.1), (5, 1, 1, 1, 0.01), (1 / 3, 2 / 3)])
