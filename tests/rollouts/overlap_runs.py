@@ -42,7 +42,8 @@ def build(
         "use_cpu": True, "bf16": False, "disable_tqdm": True,
     }  # fmt: skip
     texts: list[Any] = [f"Tom has {n} apples. How many?" for n in range(PROMPTS)]
-    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts] if chat else texts})
+    prompts = [[{"role": "user", "content": text}] for text in texts] if chat else texts
+    rows = Dataset.from_dict({"prompt": prompts, "task": ["odd" if n % 3 else "third" for n in range(PROMPTS)]})
     return LabTrainer(
         model=model,
         reward_funcs=odd_share,

@@ -449,3 +449,12 @@ def test_ctrl_c_is_heard_where_a_server_stands_still(place: str, overlap: int, t
         with pytest.raises(KeyboardInterrupt, match=r"interrupted after step 2; a checkpoint was written"):
             trainer.train()
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").is_file()
+
+
+@pytest.mark.not_fast
+def test_a_mixture_asks_ahead_for_its_tasks_by_their_weights(tiny: Any, tmp_path: Path) -> None:
+    tasks = {"odd": {"objective": "dapo"}, "third": {"denominators": "own"}}
+    trainer, rows, _ = trained(tmp_path, tiny, tasks=tasks)
+    assert rows.versions == [0, 0, 1, 2, 3, 4]
+    assert all(Counter(step["fields"]["grpo_lab.task"].tolist()) == {0: 4, 1: 4} for step in rows.steps)
+    assert column(trainer, "tasks/third/prompt_share") == [0.5] * 6

@@ -383,3 +383,17 @@ def test_a_second_training_takes_nothing_of_the_first(tiny: Any, tmp_path: Path)
         rows = Rows(trainer)
         trainer.train()
     assert rows.steps[0]["versions"] == [0] * 8
+
+
+@pytest.mark.not_fast
+def test_a_mixture_trains_on_what_is_whole_of_each_task(tiny: Any, tmp_path: Path) -> None:
+    """Its tasks are begun by their weights; a group waits and is trained on under its task."""
+    tasks = {"odd": {"objective": "dapo"}, "third": {"denominators": "own", "weight": 1}}
+    trainer, rows, _ = trained(tmp_path, tiny, tasks=tasks, max_steps=8)
+    third = {f"Tom has {n} apples. How many?" for n in range(0, PROMPTS, 3)}
+    found = Counter[int]()
+    for step in rows.steps:
+        assert step["fields"]["grpo_lab.task"].tolist() == [int(prompt in third) for prompt in step["prompts"]]
+        found.update(step["fields"]["grpo_lab.task"][::4].tolist())
+    assert abs(found[0] - found[1]) <= 4  # of 16 groups; those that still wait are missing
+    assert any("rollout/waiting" in row for row in trainer.state.log_history)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.rewards import for_task
 from grpo_lab.testing import ScriptedRollout
-from parity.harness import Run, arguments, mixed_reward, problems, train
+from parity.harness import Run, arguments, mixed_reward, movement_difference, problems, train
 
 TASKS = ("add", "sort")
 
@@ -278,3 +279,31 @@ def test_an_evaluation_has_tasks_too(tiny_folder: Path, tmp_path: Path) -> None:
     assert {"eval_tasks/add/reward", "eval_rewards/sort/parity_reward/mean"} <= measured.keys()
     with pytest.raises(ValueError, match="of `eval_dataset`, which has"):
         train(LabTrainer, args, tiny_folder, reward=rewards, train_dataset=rows(), eval_dataset=problems(6))
+
+
+@pytest.mark.parametrize("objective", ["ppo", "bnpo"])
+def test_what_cannot_be_of_one_task_can_be_of_all(tiny_folder: Path, tmp_path: Path, objective: str) -> None:
+    found = run(tmp_path, tiny_folder, WEIGHTS, objective=objective, max_steps=2)
+    assert len(found.losses) == 2
+    assert found.trainer.args.loss_type.endswith(objective)
+    logged = [row for row in found.history if "loss" in row]
+    assert all({"tasks/add/loss", "tasks/sort/loss"} <= row.keys() for row in logged)
+
+
+def test_tasks_without_an_objective_only_order_the_prompts(tiny_folder: Path, tmp_path: Path) -> None:
+    """A drop-in's loss is TRL's own."""
+    seen = Seen()
+    found = run(tmp_path, tiny_folder, {"add": {}, "sort": {}}, reward=seen, loss_type="dapo")
+    assert [sum(task == "sort" for _, task in batch) for batch in seen.batches] in ([1, 2, 1, 2], [2, 1, 2, 1])
+    assert found.trainer.args.loss_type == "dapo"
+    assert (
+        run(tmp_path, tiny_folder, OWN, objective="dapo", max_steps=1).trainer.args.loss_type == "grpo_lab:dapo+tasks"
+    )
+
+
+def test_rewards_of_tasks_in_stock_trl(tiny_folder: Path, tmp_path: Path) -> None:
+    rewards = [for_task(mixed_reward(), name) for name in TASKS]
+    found = train(GRPOTrainer, GRPOConfig(**arguments(tmp_path)), tiny_folder, reward=rewards, train_dataset=rows())
+    plain = train(GRPOTrainer, GRPOConfig(**arguments(tmp_path)), tiny_folder, train_dataset=rows())
+    assert movement_difference(found, plain) == 0.0
+    assert {f"rewards/{name}/parity_reward/mean" for name in TASKS} <= found.history[0].keys()

@@ -18,8 +18,9 @@ from grpo_lab.trainer.settings.parse import LabSettings, ObjectiveSettings
 NOT_HONOURED: tuple[str, ...] = ("top_entropy_quantile",)
 
 
-def _loss_type(chosen: ObjectiveSettings) -> str:
-    """Return TRL's ``loss_type`` for an objective of ours: TRL's name for the same loss, or a name that TRL refuses."""
+def _loss_type(chosen: ObjectiveSettings, by_task: bool) -> str:
+    """Return TRL's ``loss_type`` for an objective of ours: TRL's name for the same loss, or a name that TRL refuses.
+    ``by_task``: tasks have losses of their own."""
     name = chosen.name or "grpo"
     row = preset(name)
     own = [
@@ -27,6 +28,8 @@ def _loss_type(chosen: ObjectiveSettings) -> str:
         for part, value in (("surrogate", chosen.surrogate), ("aggregation", chosen.aggregation))
         if value is not None and value != getattr(row, part)
     ]
+    if by_task:
+        own.append("+tasks")
     if own or name not in TRL_EQUIVALENT:
         return NOT_TRLS + name + "".join(own)
     return TRL_EQUIVALENT[name][0]
@@ -81,7 +84,7 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
             )
     loss_type = None
     if chosen is not None:
-        loss_type = _loss_type(chosen)
+        loss_type = _loss_type(chosen, any(task.has_own_loss for task in ours.tasks.values()))
     for name, (expected, setting, value) in said.items():
         found = getattr(args, name)
         # as written here before; a saved record may hold a part by another name
