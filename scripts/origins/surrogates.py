@@ -17,6 +17,7 @@ from grpo_lab.objectives import (
     KLCov,
     KLRegion,
     PrimeRL,
+    SoftGate,
     TotalVariationRegion,
 )
 from origins import skyrl, verl
@@ -145,6 +146,11 @@ ROWS = [
         "gmpo",
         verl.loss("compute_policy_loss_geo_mean"),
         in_verl(GeometricMean(), "sequence_mean", clip_ratio_low=0.4, clip_ratio_high=0.4),
+    ),
+    Row(
+        "sapo",
+        verl.loss("compute_policy_loss_sapo"),
+        in_verl(SoftGate(1.3, 0.9), "sequence_mean", tau_pos=0.9, tau_neg=1.3),
     ),
     Row(
         "dppo_tv",
