@@ -66,6 +66,14 @@ class Case:
 
 OBJECTIVES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
 TWO_STEPS = {"steps_per_generation": 6}
+STEERED = {"use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_coef_delta": 0.01, "entropy_target": 9.0}
+#: objective (and TRL's loss), and what stands beside it: a bonus is a mean of a rank's micro-batch, so worlds differ
+TRLS: dict[str, dict[str, Any]] = {
+    "grpo-steered": {**STEERED, "off_policy_mask_threshold": 1e-3, "num_iterations": 2, "beta": 0.04},
+    "dapo-bonus": {"entropy_coef": 0.05},
+    "luspo": {"importance_sampling_level": "sequence", "learning_rate": 0.01, "num_iterations": 2},
+    "vespo": {"learning_rate": 0.02, "num_iterations": 2},
+}
 CASES = [
     *(Case(name, SPLIT, {"objective": name}) for name in OBJECTIVES if name != "cispo"),
     Case("cispo", SPLIT, {"objective": "cispo", "epsilon_high": 3.0}),
@@ -136,6 +144,11 @@ CASES = [
         stock=True,
     ),
     Case("trl-settings", SPLIT, {"loss_type": "grpo"}, exact=False, worlds=TWO),
+    *(
+        Case(f"trls-{name}{kind}", SPLIT, {**own, **changes}, stock=kind == "-stock", per_world=True, worlds=TWO)
+        for name, changes in TRLS.items()
+        for kind, own in (("", {"objective": name.split("-")[0]}), ("-stock", {"loss_type": name.split("-")[0]}))
+    ),
     Case("group-split", SPLIT, {"objective": "dr_grpo"}, reward="group"),
     Case("group-scattered", SCATTERED, {"objective": "dr_grpo"}, reward="group"),
     Case("stock-group-split", SPLIT, {"loss_type": "dr_grpo"}, reward="group", stock=True),

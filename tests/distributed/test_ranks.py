@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.cases import OBJECTIVES, TRAINED, Case
+from distributed.cases import OBJECTIVES, TRAINED, TRLS, Case
 from distributed.launch import World
 from parity.harness import ONE_ROW_IN_A_HUNDRED
 from tolerance import loss_gap, metric_gap, movement_gap, two_walks
@@ -103,6 +103,19 @@ def test_exact_equals_off_where_the_rows_of_a_step_depend_on_the_world(
     assert other > 10 * bound, "then it could join the cases above"
     assert all(row["update/computed_share"] < 1 for row in worlds[processes].steps(names[0]))
     assert all(row["update/computed_share"] == 1 for row in worlds[processes].steps(names[1]))
+
+
+@pytest.mark.parametrize("name", list(TRLS))
+def test_trls_settings_beside_an_objective_are_trls(name: str, worlds: dict[int, World], tiny_folder: Path) -> None:
+    """On two ranks, each against stock TRL in the same world; the coefficient that TRL logs, too."""
+    ours, stock = (worlds[2].weights(f"trls-{name}{kind}") for kind in ("", "-stock"))
+    start = first_weights(tiny_folder)
+    gap, moved = relative_difference(ours, stock), relative_difference(start, stock)
+    print(f"{name}: weights differ by {gap:.1e}, training moved them {moved:.1e}")
+    assert gap <= 1e-6
+    assert gap / moved <= rounding(stock, start, steps=4)
+    logged = [[row.get("entropy_coef") for row in worlds[2].steps(f"trls-{name}{kind}")] for kind in ("", "-stock")]
+    assert logged[0] == pytest.approx(logged[1], rel=1e-6)
 
 
 def test_prompts_are_shared_on_two_ranks(worlds: dict[int, World]) -> None:

@@ -64,8 +64,12 @@ def test_same_as_stock(case: Case, models: dict[str, Path], tmp_path: Path) -> N
 # -- what is no single training ----------------------------------------------------------------------------------------
 
 
+STEERED = {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef": 0.1, "entropy_coef_delta": 0.02}
+RESUMED = {"aligned": {}, "reused": {"steps_per_generation": 4, "beta": 0.1}, "steered entropy": STEERED}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"steps_per_generation": 4, "beta": 0.1}], ids=["aligned", "reused"])
+@pytest.mark.parametrize("changes", RESUMED.values(), ids=RESUMED)
 def test_resume_from_a_checkpoint(changes: dict[str, Any], models: dict[str, Path], tmp_path: Path) -> None:
     """Two steps, a checkpoint, two more: after resuming, ours goes on as stock does after resuming."""
     saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, **changes}
