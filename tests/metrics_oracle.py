@@ -43,7 +43,7 @@ class Recorded(LabTrainer):
         super().__init__(*args, **kwargs)
         self.steps: list[dict[str, Any]] = []
         self._parts: list[dict[str, Any]] = []
-        self._forwarded = 0
+        self._forwarded = self._looked = 0
         self._generation: dict[str, Any] = {}
         self.accelerator.unwrap_model(self.model).register_forward_pre_hook(self._count, with_kwargs=True)
         self._loss, self.parts.update.loss = self.parts.update.loss, self._recorded  # type: ignore[method-assign]
@@ -51,6 +51,8 @@ class Recorded(LabTrainer):
     def _count(self, _module: Any, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             self._forwarded += kwargs["input_ids"].numel()
+        else:
+            self._looked += kwargs["input_ids"].numel()
 
     def compute_advantages(self, table: Any) -> Any:
         """Keeps the scores, and the completions of all ranks, which the script knows."""
@@ -62,7 +64,7 @@ class Recorded(LabTrainer):
 
     def _recorded(self, model: Any, inputs: Any, *args: Any) -> Any:
         if not self._parts:
-            self._forwarded = 0
+            self._forwarded = self._looked = 0
             self._before = in_float64(self.accelerator.unwrap_model(self.model))
         self._parts.append(inputs)
         loss = self._loss(model, inputs, *args)
@@ -75,6 +77,7 @@ class Recorded(LabTrainer):
                         [(*p["prompt_ids"].shape, p["completion_ids"].size(1)) for p in self._parts]
                     ),
                     "forwarded": sum(gather_object([self._forwarded])),
+                    "looked": sum(gather_object([self._looked])),
                     "policy": self._before,
                     "reference": reference,
                     "generation": self._generation,
@@ -122,7 +125,8 @@ def check_steps(steps: list[dict[str, Any]], history: list[dict[str, Any]], conf
     seen: set[str] = set()
     for number, (step, logged) in enumerate(zip(steps, history, strict=True)):
         old = steps[number - number % 2]["policy"]
-        expected = {**of_tokens(step, old, config), **of_update(step, config)}
+        looked = "update/tokens_looked" in logged
+        expected = {**of_tokens(step, old, config), **of_update(step, config, looked)}
         if number % 2 == 0:
             expected |= of_generation(step)
         for name, value in expected.items():
@@ -150,7 +154,7 @@ def of_tokens(step: dict[str, Any], old: Any, config: Any) -> dict[str, float]:
     sequence = chosen.name == "gspo"
     low, high = 1 - config.epsilon, 1 + (config.epsilon_high or config.epsilon)
     clips: dict[str, list[list[float]]] = {"low": [], "high": [], "region": [], "cispo": [], "delta": []}
-    entropies, kls = [], []
+    entropies, kls, quiet = [], [], list[tuple[list[bool], int]]()
     all_rows = config.lab_settings.update.is_off or config.lab_settings.update.dead_groups == "keep" or config.beta > 0
     for row in step["rows"]:
         now, then = scored(step["policy"], row), scored(old, row)
@@ -166,6 +170,14 @@ def of_tokens(step: dict[str, Any], old: Any, config: Any) -> dict[str, float]:
         clips["region"].append([a + b for a, b in zip(clips["low"][-1], clips["high"][-1], strict=True)])
         clips["delta"].append([float(config.delta is not None and r > config.delta and advantage < 0) for r in ratios])
         clips["cispo"].append([float(r > (config.epsilon_high or 0) and advantage > 0) for r in ratios])
+        row["silent"] = False
+        if advantage != 0 and now:
+            outside = [
+                chosen.name != "cispo" and config.beta == 0 and bool(a + b)
+                for a, b in zip(clips["region"][-1], clips["delta"][-1], strict=True)
+            ]
+            quiet.append((outside * (len(now) // len(outside)), len(row["prompt"]) + len(row["ids"])))
+            row["silent"] = all(outside)
         if advantage != 0 or all_rows:
             entropies += [entropy for _, entropy in now]
         if config.beta > 0:
@@ -183,17 +195,24 @@ def of_tokens(step: dict[str, Any], old: Any, config: Any) -> dict[str, float]:
         found |= {"clip_ratio/low_min": min(shares["low"]), "clip_ratio/high_max": max(shares["high"])}
     if entropies:
         found["entropy"] = statistics.fmean(entropies)
+    if quiet:
+        tokens = sum(length for _, length in quiet)
+        found["update/no_gradient_share"] = statistics.fmean(one for row, _ in quiet for one in row)
+        found["update/silent_share"] = sum(length for row, length in quiet if all(row)) / tokens
     return found | ({"kl": statistics.fmean(kls)} if kls else {})
 
 
-def of_update(step: dict[str, Any], config: Any) -> dict[str, float]:
+def of_update(step: dict[str, Any], config: Any, looked: bool) -> dict[str, float]:
+    """``looked``: rows that ``of_tokens`` found silent are left out."""
     rows, off = step["rows"], config.lab_settings.update.is_off
     everything = off or config.lab_settings.update.dead_groups == "keep" or config.beta > 0
-    live = [row for row in rows if row["advantage"] != 0 or everything]
+    live = [row for row in rows if everything or (row["advantage"] != 0 and not (looked and row["silent"]))]
     stock = sum(count * (prompt + width) for count, prompt, width in step["shapes"])
     useful = sum(len(row["prompt"]) + len(row["ids"]) for row in live)
     computed = stock if off else step["forwarded"]  # the count is of bins
+    more = {"update/tokens_looked": step["looked"]} if looked else {}
     return {
+        **more,
         "update/live_share": len(live) / len(rows),
         "update/tokens_computed": computed,
         "update/tokens_stock": stock,

@@ -31,6 +31,8 @@ OURS = "grpo_lab."
 #: Names of fields of ``Carried`` that are also needed as text.
 POSITION_OFFSET = f"{OURS}position_offset"
 POLICY_VERSION = f"{OURS}policy_version"
+CHOSEN = f"{OURS}chosen."
+"""Before the name of a selection (``objectives.Selecting``)."""
 HOLED = -(2**63)
 """Value in place of a prompt's number (a hash of its tokens) if its mask has a hole."""
 
@@ -85,6 +87,8 @@ class Carried:
             generation batch; only if a task has denominators of its own.
         pass_rate: float ``[B]``, share of right answers in the row's group, NaN if unknown; for
             ``token_weights_every``.
+        looked_logps: ``[B, T]``, the log-probs that the look found (``step.look``); only in a step that was looked at.
+        looked_entropies: ``[B, T]`` in nats, likewise.
     """
 
     policy_version = _Field(POLICY_VERSION)
@@ -104,9 +108,17 @@ class Carried:
     old_values = _Field(f"{OURS}old_values")
     returns = _Field(f"{OURS}returns")
     position_offset = _Field(POSITION_OFFSET)
+    looked_logps = _Field(f"{OURS}looked_logps")
+    looked_entropies = _Field(f"{OURS}looked_entropies")
 
     def __init__(self, fields: MutableMapping[str, Any]) -> None:
         self.fields = fields
+
+    @property
+    def chosen(self) -> dict[str, Tensor]:
+        """The tokens that each selecting part chose, by the name of its selection; bool ``[B, T]``."""
+        keys = [key for key in self.fields if key.startswith(CHOSEN)]
+        return {key.removeprefix(CHOSEN): self.fields[key] for key in keys}
 
 
 def loss_mask(fields: MutableMapping[str, Any]) -> Tensor:
@@ -236,6 +248,10 @@ class RowTable:
             parts = [row[name] for row in rows]
             fields[name] = torch.cat([fitted(name, part, widths[name]) for part in parts] if name in widths else parts)
         return RowTable(fields, offset, per_token_fields(widths))
+
+    def with_fields(self, fields: dict[str, Tensor]) -> RowTable:
+        """Return the table with further fields ``[N, T]``, aligned with the completion."""
+        return RowTable({**self.fields, **fields}, self.offset, self.per_token | fields.keys())
 
     def gathered(self, accelerator: Any) -> RowTable:
         """Return the table of all ranks' rows, in rank order. (An optimizer step sends less: ``exchange``.)"""

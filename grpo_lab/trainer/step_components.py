@@ -91,6 +91,7 @@ class StepComponents:
             "waiting": self.partial,
             "guard": self.guard,
             "budget": self.update.budget,
+            "silent_rows": self.update.silent,
             "evaluation_due": self.due_evaluation,
             "reference": self.reference,
             "kl": self.kl,

@@ -33,8 +33,13 @@ class Counted(ExactUpdate):
 
     came: ClassVar[list[int]] = []
 
-    def _exchanged(self, window: list[dict[str, Any]], found: Any) -> Any:
-        budget, plan, rows = super()._exchanged(window, found)
+    def _rows_of(self, window: list[dict[str, Any]], found: Any) -> Any:
+        self.of_step = window
+        return super()._rows_of(window, found)
+
+    def _exchanged(self, step: Any, found: Any) -> Any:
+        plan, rows = super()._exchanged(step, found)
+        window = self.of_step
         accelerator, mine = self.trainer.accelerator, range(sum(part["prompt_ids"].size(0) for part in window))
         total = expected_bytes(window, plan, accelerator)
         if self.prompts.may_be_shared:  # a number of each of the others' rows says which prompt it has
@@ -47,7 +52,7 @@ class Counted(ExactUpdate):
             places = {place: accelerator.process_index * len(mine) + place for place in mine}
             total += sum(4 * lengths[place] for place, row in places.items() if row in planned - here)
         Counted.came.append(total)
-        return budget, plan, rows
+        return plan, rows
 
 
 def main(model_folder: str, out: str) -> None:
@@ -58,7 +63,7 @@ def main(model_folder: str, out: str) -> None:
             "num_iterations": 2,
             "learning_rate": 1.0,
             "per_device_train_batch_size": 2,
-            "update": {"max_tokens": 40},
+            "update": {"max_tokens": 40, "silent_rows": "keep"},  # a look brings bytes of its own
         }
         config = LabConfig(**arguments(Path(out) / kind, **shape, **settings))
         config.script = ToolRollout(range(20, 90), (1, 1, 5, 9, 14), end_id=0, truncated_share=0.3)

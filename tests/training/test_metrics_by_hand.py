@@ -118,7 +118,7 @@ HERE = {
     ),
     *("completions/mean_length_correct", "completions/mean_length_incorrect", "rewards/unscorable_share"),
     *("update/live_share", "update/padding_share", "update/tokens_computed", "update/tokens_stock"),
-    "update/computed_share",
+    *("update/computed_share", "update/no_gradient_share", "update/silent_share", "update/tokens_looked"),
 }
 
 

@@ -112,22 +112,39 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
 
 def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> bool:
     """Return whether rows of advantage 0 have exactly zero loss and gradient, whatever rows are beside them. Only then
-    may they be skipped."""
+    may they be skipped. What selecting parts choose is given: their own choice, and every token."""
     for batch in (
         toy_batch(objective, (0.0,) * 4),
         toy_batch(objective, (0.0, -0.75, 0.0, 0.5)),
         wide_toy_batch(objective, (0.0,) * 6),
         wide_toy_batch(objective, (2.0, 0.0, 0.3, 0.0, -1.0, 0.0)),
     ):
-        loss = token_loss(batch)
-        silent = (batch.advantages == 0).all(1)
-        if loss.requires_grad:
-            gradient = torch.autograd.grad(loss.sum(), batch.logps)[0]
-        else:
-            gradient = torch.zeros_like(loss)
-        if not (loss[silent] == 0).all() or not (gradient[silent] == 0).all():
-            return False
+        everything = dict.fromkeys(batch.chosen, batch.mask)
+        for given in [batch, *([replace(batch, chosen=everything)] if everything else [])]:
+            if not _vanishes(token_loss, given, (batch.advantages == 0).all(1)):
+                return False
     return True
+
+
+def vanishes_without_weight(token_loss: TokenLoss, objective: Objective) -> bool:
+    """Return whether rows whose sampler weight is 0 have exactly zero loss and gradient. Only then may they be skipped
+    without a forward."""
+    for batch in (toy_batch(objective), wide_toy_batch(objective)):
+        weights = (torch.arange(batch.mask.size(0)) % 2).double().unsqueeze(1)
+        for given in (weights, weights.expand(batch.mask.shape)):
+            if not _vanishes(token_loss, replace(batch, sampler_weights=given), weights.squeeze(1) == 0):
+                return False
+    return True
+
+
+def _vanishes(token_loss: TokenLoss, batch: TokenBatch, rows: Tensor) -> bool:
+    """Return whether the loss of ``rows`` (bool ``[B]``) and its gradient are exactly 0."""
+    loss = token_loss(batch)
+    gradient = torch.zeros_like(batch.logps)
+    if loss.requires_grad:
+        (found,) = torch.autograd.grad(loss.sum(), batch.logps, retain_graph=True, allow_unused=True)
+        gradient = gradient if found is None else found
+    return bool((loss[rows] == 0).all() and (gradient[rows] == 0).all())
 
 
 def is_sum_over_rows(objective: Objective, several_generations: bool = False) -> bool:

@@ -191,10 +191,12 @@ def _random_states() -> list[Any]:
 
 class Answers(NamedTuple):
     """What the test found. ``stock`` says why TRL's batches must stay, or is ``None``. ``pull`` names the part that has
-    a loss or a gradient where a row's advantage is 0; "" if none has."""
+    a loss or a gradient where a row's advantage is 0; "" if none has. ``rejects``: rows whose sampler weight is 0 have
+    neither."""
 
     stock: str | None
     pull: str
+    rejects: bool = False
 
 
 def has_team_parts(trainer: Numbers) -> bool:
@@ -209,7 +211,8 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
     task are asked, and the strictest counts."""
     found = [_answers(trainer, one) for one in objective.each]
     stock = next((one.stock for one in found if one.stock is not None), None)
-    return Answers(stock, next((one.pull for one in found if one.pull), ""))
+    pull = next((one.pull for one in found if one.pull), "")
+    return Answers(stock, pull, all(one.rejects for one in found))
 
 
 def _answers(trainer: StepPort, objective: Objective) -> Answers:
@@ -221,7 +224,11 @@ def _answers(trainer: StepPort, objective: Objective) -> Answers:
     if teams(trainer, "token_loss") is not None:
         hook = [trainer.token_loss]
     stock = None
-    with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, trainer.recorder.unrecorded():
+    rejects = False
+    with (
+        StateWatch([objective.surrogate, *objective.gates, objective.aggregate, *hook]) as watch,
+        trainer.recorder.unrecorded(),
+    ):
         try:
             if of_token:
                 stock = _why_not_row_by_row(trainer.token_loss, objective)
@@ -230,6 +237,8 @@ def _answers(trainer: StepPort, objective: Objective) -> Answers:
                 pull = ""
             else:
                 pull = per_token
+            if trainer.correction is not None:
+                rejects = loss_proof.vanishes_without_weight(trainer.token_loss, objective)
             several = trainer.args.gradient_accumulation_steps > trainer.args.steps_per_generation
             if stock is not None:
                 stock = f"{per_token}: {stock}"
@@ -242,14 +251,14 @@ def _answers(trainer: StepPort, objective: Objective) -> Answers:
             stock = f"{names} cannot be asked on a toy batch ({type(error).__name__}: {error})"
             pull = per_token
     if not parts:
-        return Answers(stock, pull)
+        return Answers(stock, pull, rejects)
     if watch.touched:
         stock = f"{names}: {watch.touched}, so its value depends on how often it is called"
-    flags = torch.tensor([[stock is None, pull == ""]], device=trainer.accelerator.device)
-    free, quiet = trainer.accelerator.gather(flags).all(0).tolist()  # the strictest answer: ranks must do the same
+    flags = torch.tensor([[stock is None, pull == "", rejects]], device=trainer.accelerator.device)
+    free, quiet, rejects = trainer.accelerator.gather(flags).all(0).tolist()  # the strictest answer: ranks do the same
     if not free and stock is None:
         stock = "a part depends on the batch on another rank"
-    return Answers(stock, "" if quiet else per_token)
+    return Answers(stock, "" if quiet else per_token, rejects)
 
 
 def _team_parts(trainer: Numbers, objective: Objective) -> tuple[list[str], list[str]]:
@@ -260,6 +269,7 @@ def _team_parts(trainer: Numbers, objective: Objective) -> tuple[list[str], list
         found = [f"`{hook}`"]
     if not is_ours(objective.surrogate):
         found.append(f"the surrogate `{name_of(objective.surrogate)}`")
+    found += [f"the gate `{name_of(gate)}`" for gate in objective.gates if not is_ours(gate)]
     return found, [] if is_ours(objective.aggregate) else [f"the aggregation `{name_of(objective.aggregate)}`"]
 
 

@@ -48,12 +48,14 @@ class UpdateVerdict:
         all_rows: why no row is left out; None if rows may be.
         chosen: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), so it is no news.
         draws: the forward is random (dropout, …), so that no two forwards have the same log-probs.
+        rejects: a row whose sampler weight is 0 has no loss and no gradient.
     """
 
     stock: str | None
     all_rows: str | None
     chosen: bool = False
     draws: bool = False
+    rejects: bool = False
 
     @staticmethod
     def as_trl(reason: str, chosen: bool = False) -> UpdateVerdict:
@@ -160,6 +162,11 @@ class StandingVerdict:
             differs = self.probe.why_stock() or (self.masks.why_stock() if conditions.dropout > 0 else None)
             if differs is not None:
                 return UpdateVerdict.as_trl(differs)
+        if stock is None and objective.selecting and any(random.values()):
+            return UpdateVerdict.as_trl(
+                f"{name_of(objective.selecting[0])} chooses tokens by a forward of its own, which would draw another "
+                "dropout than the one that trains; disable_dropout=True, lora_dropout=0 switch it off"
+            )
         if all_rows is None and trainer.lab_settings.update.dead_groups == "keep":
             return UpdateVerdict(stock, "update.dead_groups is 'keep'", chosen=True)
-        return UpdateVerdict(stock, all_rows)
+        return UpdateVerdict(stock, all_rows, rejects=parts.rejects)

@@ -113,24 +113,28 @@ class MetricBook:
     def add_unseen(self, name: str, left_out: LeftOut) -> None:
         """Do nothing for rows that were left out: this mean is over computed rows only (not so in ``TrlBook``)."""
 
-    def reduce(self, accelerator: Any, step_ends: bool = True) -> None:
+    def reduce(self, accelerator: Any, step_ends: bool = True) -> dict[str, Tensor]:
         """Add up this rank's pairs over all ranks, in one gather for all metrics. All ranks must hold the same names.
-        Pairs wait until the optimizer step ends."""
+        Pairs wait until the optimizer step ends. Return the sums of what was added up, name → ``[2]``."""
         names = sorted(self._fresh)
         extremes = sorted(self._fresh_extremes)
+        sums: dict[str, Tensor] = {}
         if not step_ends or (not names and not extremes):
-            return
+            return sums
         parts = [self._fresh[n].reshape(-1) for n in names] + [self._fresh_extremes[k] for k in extremes]
         with named_place("metrics of all ranks"):
             columns = accelerator.gather(torch.cat(parts).unsqueeze(0)).split([part.numel() for part in parts], dim=1)
         for name, column in zip(names, columns[: len(names)], strict=True):
-            self._settle(name, column.sum(0).view(-1, 2))
+            pairs = column.sum(0).view(-1, 2)
+            self._settle(name, pairs)
+            sums[name] = pairs.sum(0)
         for (name, how), column in zip(extremes, columns[len(names) :], strict=True):
             found = column.amin(0) if how == "min" else column.amax(0)
             seen = found.isfinite()
             self._settle(name, torch.stack([found.masked_fill(~seen, 0.0), seen.float()], dim=1))
         self._fresh.clear()
         self._fresh_extremes.clear()
+        return sums
 
     def read(self) -> dict[str, float]:
         """Return the means since the last ``read`` and forget them. A mean over nothing is left out."""
@@ -221,9 +225,9 @@ class TrlBook(MetricBook):
         extremes = [name for name, _ in EXTREMES.values() if name in self._total]
         return dict.fromkeys(extremes, math.nan) | super().read()
 
-    def reduce(self, accelerator: Any, step_ends: bool = True) -> None:
+    def reduce(self, accelerator: Any, step_ends: bool = True) -> dict[str, Tensor]:
         """Reduce the pairs over ranks at once: each micro-batch is a mean of its own."""
-        super().reduce(accelerator)
+        return super().reduce(accelerator)
 
     def _empty(self, name: str, left_out: LeftOut) -> Tensor:
         return (self._per_place(name, left_out.tokens, left_out.origin) == 0) * self.empty

@@ -48,7 +48,8 @@ OF_GENERATION = (
 )
 OF_THE_UPDATE = (
     *(f"update/{what}" for what in ("live_share", "padding_share", "computed_share", "bytes_moved")),
-    *(f"update/{what}" for what in ("tokens_computed", "tokens_stock")),
+    *(f"update/{what}" for what in ("tokens_computed", "tokens_stock", "tokens_looked")),
+    *(f"update/{what}" for what in ("no_gradient_share", "silent_share")),
     *(f"update/{what}" for what in ("resample_rounds", "resampled_share", "completions_generated")),
     *(f"guard/{what}" for what in ("left_out", "loss", "gradient", "reward", "log_prob", "advantage")),
 )

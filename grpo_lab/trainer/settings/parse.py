@@ -31,6 +31,7 @@ from grpo_lab.settings import (
 )
 from grpo_lab.trainer.settings.sampler import SamplerSettings
 from grpo_lab.trainer.settings.tasks import TaskSettings
+from grpo_lab.trainer.settings.update import UpdateSettings, word
 
 
 def reward_schedules(written: Any) -> dict[str, Schedule]:
@@ -50,12 +51,6 @@ def reward_schedules(written: Any) -> dict[str, Schedule]:
         except (ValueError, TypeError) as error:
             raise ValueError(f"`reward_schedules.{name}`: {error}") from error
     return found
-
-
-def _word(value: Any) -> Any:
-    if isinstance(value, bool):  # YAML 1.1 reads a bare `off` as false
-        return ("off", "on")[value]
-    return value
 
 
 def _digits(value: Any) -> Any:
@@ -80,7 +75,7 @@ class GuardSettings:
         save: save the batch of a skipped step under ``<output_dir>/bad_steps``.
     """
 
-    name: Annotated[Literal["on", "off"], BeforeValidator(_word)] = "on"
+    name: Annotated[Literal["on", "off"], BeforeValidator(word)] = "on"
     max_bad_steps: Annotated[Positive, NULL_IS_DEFAULT] = 3
     save: Annotated[Switch, NULL_IS_DEFAULT] = True
 
@@ -202,52 +197,6 @@ class ValueSettings:
         }
         changed = [f"{name}={value}" for name, value in said.items() if value != getattr(ValueSettings, name)]
         return ", ".join([self.model, *changed])
-
-
-MaxTokens = Annotated[
-    Literal["auto"] | Positive, must_be("a whole number of at least 1, or 'auto': by the device's free memory")
-]
-
-
-@settings(bare="name")
-class UpdateSettings:
-    """``update``: ``"off"`` (stock), or the exact update.
-
-    Args:
-        dead_groups: ``skip`` leaves out rows that cannot contribute (exact); ``keep`` computes them; ``resample`` draws
-            further prompts until every group of the batch contributes (DAPO; another data distribution).
-        max_tokens: most tokens of one forward, padding included; ``None``: as many as the stock micro-batch has.
-            ``auto``: what fits the device's free memory, measured in the first step; on a CPU as ``None``.
-        max_rounds: with ``resample``: most rounds of generation for one batch.
-        randomness: what is kept under active dropout: ``same_distribution`` draws masks for the rows that are computed
-            (the default with ``objective``); ``same_draws`` draws exactly stock's masks and computes all rows (the
-            default without).
-        share_prompts: compute a group's prompt once (full attention by ``sdpa``, FlexAttention or a flash kernel);
-            ``auto``: if that is cheaper.
-    """
-
-    name: Annotated[Literal["exact", "off"], BeforeValidator(_word)] = "exact"
-    dead_groups: Literal["skip", "keep", "resample"] = "skip"
-    max_tokens: MaxTokens | None = None
-    max_rounds: Positive | None = None
-    randomness: Literal["same_distribution", "same_draws"] | None = None
-    share_prompts: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"
-
-    def __post_init__(self) -> None:
-        keep = self.dead_groups == "keep" or None
-        share = self.share_prompts == "on" or None
-        knobs = {"randomness": self.randomness, "max_tokens": self.max_tokens, "dead_groups: keep": keep}
-        knobs["share_prompts: on"] = share
-        for knob, value in knobs.items():
-            if self.is_off and value is not None:
-                said = "which computes all rows in stock's batches, with stock's draws; leave it out"
-                raise ValueError(f"`update.{knob}` has no effect with `update: off`, {said}")
-        if self.max_rounds is not None and self.dead_groups != "resample":
-            raise ValueError("`update.max_rounds` has an effect only with `update.dead_groups: resample`; leave it out")
-
-    @property
-    def is_off(self) -> bool:
-        return self.name == "off"
 
 
 Budget = Annotated[int, Field(ge=0, strict=True), must_be("a number of tokens, 0 or more, or null for no budget")]

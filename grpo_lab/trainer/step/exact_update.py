@@ -2,14 +2,16 @@
 
 HF's loop calls ``compute_loss`` once per micro-batch. Here all micro-batches of an optimizer step but the last are only
 put aside (their loss is a constant 0). With the last one, all rows of the step are planned, and forward and backward
-run in bins. The last bin's loss is returned, so that HF itself runs the backward that synchronises gradients.
+run in bins. The last bin's loss is returned, so that HF itself runs the backward that synchronises gradients. Where it
+pays, the rows are looked at before that (``step.look``), and those without a gradient left out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,30 +19,53 @@ from torch import Tensor, nn
 
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.exactness.model_conditions import position_limit
 from grpo_lab.trainer.exactness.shared_prompts import SharedPrompts
 from grpo_lab.trainer.exactness.update_verdict import StandingVerdict, UpdateVerdict
-from grpo_lab.trainer.metrics.book import LeftOut, Origin
-from grpo_lab.trainer.metrics.profile import EXCHANGE, FORWARD, LAYOUT, PLANNING, host
+from grpo_lab.trainer.metrics.book import LeftOut
+from grpo_lab.trainer.metrics.profile import EXCHANGE, FORWARD, PLANNING, host
 from grpo_lab.trainer.metrics.token_weight_log import TokenWeights
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.row_table import Bin, RowTable
+from grpo_lab.trainer.row_table import Bin, Carried, RowTable, reach
 from grpo_lab.trainer.step.budget import ForwardBudget
 from grpo_lab.trainer.step.entropy import EntropyOfStep
-from grpo_lab.trainer.step.exchange import Collected, Exchange
+from grpo_lab.trainer.step.exchange import Collected, Exchange, Forwarded
 from grpo_lab.trainer.step.log_probs import OldPolicy, with_same_fields
+from grpo_lab.trainer.step.look import Looked, look, with_value
 from grpo_lab.trainer.step.micro_batch import (
     capture_values,
     denominators_of,
+    of_rows,
+    record_rejected,
     scalar_loss,
     token_batch,
     token_denominator,
 )
 from grpo_lab.trainer.step.out_of_memory import StepBefore, TooLarge, agreed, can_plan_anew
-from grpo_lab.trainer.step.row_numbers import RowNumbers
-from grpo_lab.trainer.step.update_record import UpdateRecord, padded_tokens, record_live, record_skipped, record_tokens
+from grpo_lab.trainer.step.row_numbers import RowNumbers, StepRows
+from grpo_lab.trainer.step.sampler_weights import rejected_rows
+from grpo_lab.trainer.step.silent import SilentRows, with_gradient
+from grpo_lab.trainer.step.sweeps import Sweeps, of_completions, origin_of
+from grpo_lab.trainer.step.update_record import (
+    SILENT_SHARE,
+    UpdateRecord,
+    padded_tokens,
+    record_left_out,
+    record_live,
+    record_skipped,
+    record_tokens,
+    record_without_gradient,
+)
 from grpo_lab.trainer.trl_bridge import backward, is_multimodal, without_gradient_sync
 from grpo_lab.update import Plan, plan_update
+
+
+@dataclass(frozen=True)
+class BinLoss:
+    """A computed bin: its batch, its loss, and bool ``[B, T]``: the tokens that have a gradient."""
+
+    batch: TokenBatch
+    loss: Tensor
+    acts: Tensor
 
 
 class ExactUpdate:
@@ -58,6 +83,8 @@ class ExactUpdate:
         self._step: UpdateVerdict | None = None  # how the optimizer step that is being collected is computed
         self._old = OldPolicy(trainer, self.log_probs_of)
         self.prompts = SharedPrompts(trainer)
+        self.sweeps = Sweeps(trainer, self.prompts, self._exchanged)
+        self.silent = SilentRows(trainer)
 
     def described(self) -> dict[str, Any]:
         """Return how the steps are computed and why, for the run's record."""
@@ -69,6 +96,7 @@ class ExactUpdate:
         self._step = None
         self.entropy.begin()
         self.verdict.forget()
+        self.silent.forget()
 
     def loss(self, model: nn.Module, inputs: dict[str, Any], trls: Callable[[], Tensor]) -> Tensor:
         """Return the loss on which HF should run the next backward (a constant 0 while the step is being collected).
@@ -112,29 +140,50 @@ class ExactUpdate:
         self.entropy.begin()
         received = self._old.before_update(len(window), found)
         again = self._old.again(len(window))
-        kept = Collected()
         keeps = any(place is not None for place in again)
-        budget, plan, rows = self._exchanged(self.entropy.counted(with_same_fields(window)), found)
-        size = float(sum(batch["prompt_ids"].size(0) for batch in window))
-        denominators = denominators_of(self.trainer, window[0], size, len(window))
+        step = self._rows_of(self.entropy.counted(with_same_fields(window)), found)
+        denominators = denominators_of(self.trainer, window[0], float(sum(step.sizes)), len(window))
         if any(batch["num_items_in_batch"] is not window[0]["num_items_in_batch"] for batch in window):
             # several generation batches made the step: each row has its own count
             denominators = replace(denominators, tokens=float("nan"))
-        if plan.tokens_live == 0 and self.trainer.lab_settings.objective is None:
-            self._record_entropy(window, found, denominators)
-        computed = self._computed(model, rows, denominators, kept if keeps else None)
+        looked = self._looked(step, found, denominators)
+        if looked is not None:
+            step = looked.step
+            received += looked.forwarded.bytes_received
+            if keeps:
+                self._old.write(looked.forwarded, again, window)
+        plan, rows = self._exchanged(step, found)
+        if plan.tokens_live == 0 and looked is None and self.trainer.lab_settings.objective is None:
+            self.sweeps.record_entropy(step, found, denominators)
+        kept = Collected() if keeps and looked is None else None
+        computed = self._computed(model, rows, denominators, kept)
         if isinstance(computed, TooLarge):
             return computed
         batch, loss = computed
-        if keeps:
-            self._old.write(kept, rows, again, window)
-        self._record_skipped(plan, rows.numbers, batch, denominators)
+        if kept is not None:
+            self._old.write(self.sweeps.home(rows, kept), again, window)
+        self._record_skipped(plan, step, batch, denominators)
+        if looked is not None:
+            self.record.looked_at(looked.forwarded.tokens)
         self.entropy.record(len(window), len(window))
         self.entropy.end_step()
         received += rows.bytes_received
-        self.record.in_bins(plan, rows.numbers, sum(map(padded_tokens, window)), found, budget, received)
+        padded = sum(map(padded_tokens, window))
+        sums = self.record.in_bins(plan, step.numbers, padded, found, step.budget, received)
+        self.silent.seen(sums[SILENT_SHARE], step.numbers)
         self.verdict.after_first_step()
+        if looked is not None:
+            loss = loss + looked.loss
         return loss
+
+    def _looked(self, step: StepRows, found: UpdateVerdict, denominators: Denominators) -> Looked | None:
+        """Look at the step's rows, if that pays or a part of the loss needs it."""
+        if not self.silent.looks(found):
+            return None
+        forwarded = self.sweeps.forwarded(step, found, entropies=True)
+        origin = functools.partial(origin_of, self.trainer, denominators)
+        leaves_out = self.silent.may_be_left_out(found)
+        return look(self.trainer, step, forwarded, denominators, origin, leaves_out)
 
     def _computed(
         self, model: nn.Module, rows: Exchange, denominators: Denominators, kept: Collected | None
@@ -144,8 +193,8 @@ class ExactUpdate:
         memory."""
         if not can_plan_anew(self.trainer):
             done = self._backwards(model, rows, rows.bins[:-1], denominators, kept)[0]
-            batch, loss = self._forward(model, rows, rows.bins[-1], denominators, kept)
-            return batch, loss + done
+            one = self._forward(model, rows, rows.bins[-1], denominators, kept)
+            return one.batch, one.loss + done
         computed = None
         failed = None
         try:
@@ -160,35 +209,38 @@ class ExactUpdate:
         assert last is not None  # a plan has a bin
         if self.trainer.accelerator.num_processes == 1:
             return last, trl_bridge.put_aside(self.trainer.accelerator) + done
-        return last, self._forward(model, rows, [], denominators, None)[1] + done
+        return last, self._forward(model, rows, [], denominators, None).loss + done
 
     def _backwards(
         self, model: nn.Module, rows: Exchange, bins: list[list[int]], denominators: Denominators,
         kept: Collected | None,
     ) -> tuple[Tensor, TokenBatch | None]:  # fmt: skip
-        """Run forward and backward of some bins, without gradient sync; return the sum of losses and the last batch."""
+        """Run forward and backward of some bins, without gradient sync; return the sum of losses and the last batch. A
+        bin that turns out to be silent needs no backward."""
         done = torch.zeros((), device=self.trainer.accelerator.device)
-        batch: TokenBatch | None = None
+        one: BinLoss | None = None
         for places in bins:
-            del batch  # of the bin before
+            del one  # the bin before
+            asks = self.silent.may_ask(len(places))
             with without_gradient_sync(self.trainer.accelerator, model):
-                batch, loss = self._forward(model, rows, places, denominators, kept)
-                backward(self.trainer.accelerator, loss)
-            done = done + loss.detach()
-            del loss
-        return done, batch
+                one = self._forward(model, rows, places, denominators, kept)
+                if not asks or bool(one.acts.any()):
+                    backward(self.trainer.accelerator, one.loss)
+            done = done + one.loss.detach()
+            one = replace(one, loss=one.loss.detach())
+        return done, None if one is None else one.batch
 
     def _forward(
         self, model: nn.Module, rows: Exchange, places: list[int], denominators: Denominators, kept: Collected | None
-    ) -> tuple[TokenBatch, Tensor]:
+    ) -> BinLoss:
         tokens = rows.tokens(places)
         self._under_way = tokens, len(places)
         self.budget.bin_begins(tokens)
         with host(FORWARD):
-            batch, loss = self._bin_loss(model, self._bin(rows, places), denominators)
+            one = self._bin_loss(model, self.sweeps.bin(rows, places), denominators)
         if kept is not None and places:
-            kept.append((places, batch.logps[: len(places)].detach()))
-        return batch, loss
+            kept.append((places, one.batch.logps[: len(places)].detach()))
+        return one
 
     def _too_large(self, error: torch.OutOfMemoryError) -> TooLarge:
         """Return the current bin as too large, with torch's message."""
@@ -217,25 +269,31 @@ class ExactUpdate:
         finally:
             self._under_way = None
 
-    def _exchanged(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[int, Plan, Exchange]:
-        """Return the token budget, the plan and this rank's rows of the optimizer step of these micro-batches. If no
-        budget is set, it is TRL's largest micro-batch, so that memory does not rise. Collectives."""
+    def _rows_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> StepRows:
+        """Return the rows of the optimizer step of these micro-batches. If no budget is set, it is TRL's largest
+        micro-batch, so that memory does not rise. A collective."""
         with host(PLANNING):
-            return self._planned(window, found)
+            accelerator = self.trainer.accelerator
+            table = RowTable.of(window)
+            sizes = [batch["prompt_ids"].size(0) for batch in window]
+            of_batch = torch.tensor(sizes, device=accelerator.device)
+            slots = torch.arange(len(window), device=of_batch.device).repeat_interleave(of_batch)
+            counts = torch.stack([token_denominator(self.trainer, batch).float() for batch in window])[slots]
+            largest = max(map(padded_tokens, window))
+            rejected = None
+            # a drop-in logs clip shares of all rows, as TRL does
+            logs_all = self.trainer.lab_settings.objective is None
+            if found.rejects and self.silent.may_be_left_out(found) and not logs_all:
+                rejected = rejected_rows(self.trainer, table.loss_mask, table.fields)
+            numbers = RowNumbers.of(table, slots, counts, largest, accelerator, self.prompts.may_be_shared, rejected)
+            return StepRows(table, sizes, slots, counts, rejected, numbers, self.budget.of(numbers.footprint))
 
-    def _planned(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[int, Plan, Exchange]:
-        accelerator = self.trainer.accelerator
-        local = RowTable.of(window)
-        sizes = torch.tensor([batch["prompt_ids"].size(0) for batch in window], device=accelerator.device)
-        slots = torch.arange(len(window), device=sizes.device).repeat_interleave(sizes)
-        counts = torch.stack([token_denominator(self.trainer, batch).float() for batch in window])
-        counts = counts.repeat_interleave(sizes)
-        largest = max(map(padded_tokens, window))
-        numbers = RowNumbers.of(local, slots, counts, largest, accelerator, prompts=self.prompts.may_be_shared)
-        budget = self.budget.of(numbers.footprint)
-        plan = self._plan(numbers, budget, found)
-        with host(EXCHANGE):
-            return budget, plan, Exchange(local, numbers, plan, accelerator)
+    def _exchanged(self, step: StepRows, found: UpdateVerdict) -> tuple[Plan, Exchange]:
+        """Return the plan, and this rank's rows of it. Collectives."""
+        with host(PLANNING):
+            plan = self._plan(step.numbers, step.budget, found)
+            with host(EXCHANGE):
+                return plan, Exchange(step.table, step.numbers, plan, self.trainer.accelerator)
 
     def _plan(self, numbers: RowNumbers, budget: int, found: UpdateVerdict) -> Plan:
         all_rows = found.all_rows is not None
@@ -245,68 +303,50 @@ class ExactUpdate:
         packed = numbers.rows(all_rows, packed=True)
         return self.prompts.planned(plain, packed, numbers.prompts, ranks, budget, overhead)
 
-    @torch.no_grad()
-    def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[Collected, Exchange]:
-        """Return the policy's log-probs of a later optimizer step, in the bins that it will have, and its rows."""
-        kept, (_, _, rows) = Collected(), self._exchanged(window, found)
-        for places, part, scored, _ in self._without_gradient(rows):
-            if places:
-                kept.append((places, _of_completions(scored, part)[: len(places)]))
-        return kept, rows
+    def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> Forwarded:
+        """Return the policy's log-probs of a later optimizer step, in the bins that it will have."""
+        step = self._rows_of(window, found)
+        made = self.sweeps.forwarded(step, found)
+        return replace(made, bytes_received=made.bytes_received + step.numbers.bytes_received)
 
-    @torch.no_grad()
-    def _record_entropy(self, window: list[dict[str, Any]], found: UpdateVerdict, denominators: Denominators) -> None:
-        """Record the entropy of all rows, as stock TRL does: for a drop-in's step without a live row."""
-        _, _, rows = self._exchanged(with_same_fields(window), replace(found, all_rows="entropy"))
-        for _, part, _, entropies in self._without_gradient(rows):
-            assert entropies is not None  # the policy's head makes them
-            origin = self._origin(part.micro_batch, denominators)
-            values = entropies.gather(1, part.take)
-            self.trainer.recorder.book("train").add_tokens("entropy", values, part.loss_mask, origin)
-
-    def _without_gradient(self, rows: Exchange) -> Iterator[tuple[list[int], Bin, Tensor, Tensor | None]]:
-        """Yield, for each bin, its rows, the bin, and log-probs and entropies of its tokens."""
-        with trl_bridge.without_checkpointing(self.trainer.model, self.trainer.args):
-            for places in rows.bins:
-                part = self._bin(rows, places)
-                yield places, part, *self.prompts.log_probs(self.trainer.model, part)
-
-    def _bin(self, rows: Exchange, places: list[int]) -> Bin:
-        with host(LAYOUT):
-            return rows.bin(places, position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)))
-
-    def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> tuple[TokenBatch, Tensor]:
+    def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> BinLoss:
         trainer = self.trainer
         with self.verdict.watching(), capture_values(trainer, model) as heard:
             scored, entropies = self.prompts.log_probs(model, rows)
         assert entropies is not None  # the policy's head makes them
-        logps = _of_completions(scored, rows)
+        logps = of_completions(scored, rows)
+        entropies = entropies.gather(1, rows.take)
+        looked = Carried(rows.fields)
+        if looked.looked_logps is not None:
+            logps = with_value(looked.looked_logps, logps)
+            entropies = with_value(looked.looked_entropies, entropies)
         values = None
         if heard:
-            values = _of_completions(heard[0], rows)
-        batch = token_batch(trainer, logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields, values)
-        record_tokens(trainer, trainer.recorder.book("train"), batch, self._origin(rows.micro_batch, denominators))
-        if isinstance(denominators.tokens, float):  # rows of several generation batches: each has its own count
-            assert rows.token_count is not None
-            denominators = replace(denominators, tokens=rows.token_count.unsqueeze(1))
+            values = of_completions(heard[0], rows)
+        batch = token_batch(trainer, logps, entropies, rows.loss_mask, rows.fields, values)
+        book = trainer.recorder.book("train")
+        assert rows.micro_batch is not None  # the step's numbers are known
+        record_tokens(trainer, book, batch, origin_of(trainer, denominators, rows.micro_batch))
+        assert rows.token_count is not None
+        denominators = of_rows(denominators, rows.token_count)
         loss = scalar_loss(trainer, batch, denominators)
         self.weights.add(loss, batch.logps, batch.mask, rows.fields)
-        return batch, self.entropy.added(loss, batch, denominators)
+        loss = self.entropy.added(loss, batch, denominators)
+        acts = with_gradient(loss, batch)
+        record_without_gradient(book, batch, acts, rows.take[:, 0] + 1 + reach(rows.fields["completion_mask"]))
+        return BinLoss(batch, loss, acts)
 
-    def _origin(self, micro_batch: Tensor | None, denominators: Denominators) -> Origin:
-        assert micro_batch is not None  # the step's numbers are known
-        return Origin(micro_batch, int(denominators.micro_batches), self.trainer.phase.every)
-
-    def _record_skipped(self, plan: Plan, numbers: RowNumbers, batch: TokenBatch, denominators: Denominators) -> None:
-        """Count skipped rows in means that are 0 for them; only one rank adds them."""
-        skipped = torch.ones(len(numbers), dtype=torch.bool)
+    def _record_skipped(self, plan: Plan, step: StepRows, batch: TokenBatch, denominators: Denominators) -> None:
+        """Count skipped rows in means that are known for them. Those without an advantage are 0 in some; only one rank
+        adds them. What is known of rejected rows, the rank adds that has them."""
+        numbers = step.numbers
+        book = self.trainer.recorder.book("train")
+        skipped = ~(numbers.silent | numbers.rejected)
         skipped[[row for rank in plan.bins for rows in rank for row in rows]] = False
         skipped = skipped.to(numbers.scored.device) & (self.trainer.accelerator.process_index == 0)
-        origin = self._origin(numbers.micro_batch, denominators)
+        origin = origin_of(self.trainer, denominators, numbers.micro_batch)
         left_out = LeftOut(numbers.scored, skipped, origin, numbers.widths["completion_ids"])
-        record_skipped(self.trainer, self.trainer.recorder.book("train"), batch, left_out)
-
-
-def _of_completions(values: Tensor, rows: Bin) -> Tensor:
-    """Return the completion tokens' values ``[n, T]`` of a bin's forward ``[n, L - 1]``, 0 beyond a completion."""
-    return values.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)
+        record_skipped(self.trainer, book, batch, left_out)
+        record_left_out(book, numbers, self.trainer.accelerator.num_processes)
+        if step.rejected is not None:
+            record_rejected(self.trainer, book, step, origin_of(self.trainer, denominators, step.slots))

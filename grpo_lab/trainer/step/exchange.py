@@ -7,7 +7,7 @@ moves, no collective is called. With one rank nothing is copied. gloo and NCCL a
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,38 @@ _ON_THE_WAY = {
     **dict.fromkeys(("completion_mask", "tool_mask"), torch.uint8),
 }
 _OFFSET = "offset of the row"  # ``RowTable.offset`` beside the fields
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """What forwards made of this rank's rows of a step, wherever they ran.
+
+    Args:
+        logps: ``[n, T]`` log-probs, 0 where no bin held the row.
+        made: bool ``[n, 1]``, whether one did.
+        entropies: ``[n, T]`` in nats; None if they were not asked for.
+        tokens: padded tokens of the bins of all ranks.
+        bytes_received: bytes that came to this rank.
+    """
+
+    logps: Tensor
+    made: Tensor
+    entropies: Tensor | None = None
+    tokens: int = 0
+    bytes_received: int = 0
+
+    def joined(self, other: Forwarded) -> Forwarded:
+        """Return both; the rows of ``other`` are further rows of the same step."""
+        entropies = None
+        if self.entropies is not None and other.entropies is not None:
+            entropies = torch.where(other.made, other.entropies, self.entropies)
+        return Forwarded(
+            torch.where(other.made, other.logps, self.logps),
+            self.made | other.made,
+            entropies,
+            self.tokens + other.tokens,
+            self.bytes_received + other.bytes_received,
+        )
 
 
 class Exchange:

@@ -46,7 +46,7 @@ from grpo_lab.trainer.row_table import (
     positions_at_generation,
     prompt_numbers,
 )
-from grpo_lab.trainer.step.exchange import Collected, Exchange
+from grpo_lab.trainer.step.exchange import Forwarded
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
 #: Fields that the forward of a generation batch, or of some of its rows, needs.
@@ -268,7 +268,7 @@ class OldPolicy:
     """Stores the proximal log-probs of what is left of the current generation batch after the current step.
     ``log_probs_of`` (micro-batches, verdict) makes those of a later optimizer step, in the bins that it will have."""
 
-    def __init__(self, trainer: UpdatePort, log_probs_of: Callable[..., tuple[Collected, Exchange]]) -> None:
+    def __init__(self, trainer: UpdatePort, log_probs_of: Callable[..., Forwarded]) -> None:
         self._trainer = trainer
         self._log_probs_of = log_probs_of
 
@@ -303,19 +303,18 @@ class OldPolicy:
             wanted = [place if place not in known and needs_old_logprobs(buffer[place]) else None for place in step]
             if any(place is not None for place in wanted):
                 batches = [buffer[place] for place in step]
-                found, rows = self._log_probs_of(batches, verdict)
-                self.write(found, rows, wanted, batches)
-                received += rows.bytes_received
+                found = self._log_probs_of(batches, verdict)
+                self.write(found, wanted, batches)
+                received += found.bytes_received
             known.update(step)
         return received
 
-    def write(self, found: Collected, rows: Exchange, wanted: list[int | None], batches: list[dict[str, Any]]) -> None:
-        """Write the log-probs that were collected for the step of ``batches`` into the places ``wanted`` of the buffer
-        (None: not this one)."""
+    def write(self, found: Forwarded, wanted: list[int | None], batches: list[dict[str, Any]]) -> None:
+        """Write the log-probs of the step of ``batches`` into the places ``wanted`` of the buffer (None: not this
+        one)."""
         sizes = [batch["completion_ids"].size(0) for batch in batches]
-        double = any(weights.dtype == torch.float64 for weights in self._trainer.model.parameters())
-        local, made = rows.home(found, torch.float64 if double else torch.float32)
-        for place, logps, done, batch in zip(wanted, local.split(sizes), made.split(sizes), batches, strict=True):
+        of_rows = (found.logps.split(sizes), found.made.split(sizes))
+        for place, logps, done, batch in zip(wanted, *of_rows, batches, strict=True):
             if place is not None:
                 _fill(self._buffer[place], logps[:, : batch["completion_ids"].size(1)], done)
 

@@ -10,6 +10,7 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from grpo_lab.batch import Denominators, TokenBatch, safe
@@ -17,11 +18,22 @@ from grpo_lab.objectives import Objective, log_ratio
 from grpo_lab.objectives.value_loss import value_loss
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.critic import is_warming_up
+from grpo_lab.trainer.metrics.book import MetricBook, Origin
 from grpo_lab.trainer.ports import Numbers, StepPort, UpdatePort
-from grpo_lab.trainer.row_table import Carried, loss_mask
+from grpo_lab.trainer.ranks import named_place
+from grpo_lab.trainer.row_table import Carried, loss_mask, row_lengths
 from grpo_lab.trainer.step.log_probs import proximal_log_probs
+from grpo_lab.trainer.step.row_numbers import StepRows
 from grpo_lab.trainer.step.sampler_weights import sampler_weights
-from grpo_lab.trainer.step.update_record import record_losses, record_tokens, value_targets
+from grpo_lab.trainer.step.silent import with_gradient
+from grpo_lab.trainer.step.update_record import (
+    made_in_loss,
+    record_losses,
+    record_sampling,
+    record_tokens,
+    record_without_gradient,
+    value_targets,
+)
 
 
 def token_denominator(trainer: UpdatePort, inputs: dict[str, Any]) -> Tensor:
@@ -69,7 +81,50 @@ def token_batch(
         sampler_weights=sampler_weights(trainer.correction, old, fields, mask),
         values=values,
         extras={name: value for name, value in fields.items() if isinstance(value, Tensor) and value.dim() > 0},
+        chosen=carried.chosen,
     )
+
+
+def record_rejected(trainer: Numbers, book: MetricBook, step: StepRows, origin: Origin) -> None:
+    """Log the sampler's metrics of this rank's rejected rows, if the correction is made in the loss: computed rows are
+    logged there."""
+    fields = step.table.fields
+    carried = Carried(fields)
+    if step.rejected is None or carried.proximal_logps is None or not made_in_loss(trainer, carried):
+        return
+    mask = step.table.loss_mask & step.rejected.unsqueeze(1) & (fields["advantages"] != 0).view(len(step.slots), -1)
+    proximal = carried.proximal_logps
+    batch = token_batch(trainer, proximal, torch.zeros_like(proximal), mask, fields, None)
+    assert batch.sampler_weights is not None
+    record_sampling(trainer, book, batch, batch.sampler_weights, origin)
+
+
+@torch.no_grad()
+def with_choices(trainer: UpdatePort, batch: TokenBatch) -> TokenBatch:
+    """Return a micro-batch as TRL cut it with the tokens that the selecting parts choose. A collective if there are
+    such parts and several ranks."""
+    objective = trainer.algorithm.objective
+    assert objective is not None
+    if not objective.selecting:
+        return batch
+
+    def gather(values: Tensor) -> Tensor:
+        return all_ranks(trainer.accelerator, values)
+
+    return replace(batch, chosen={part.selection: part.select(batch, gather) for part in objective.selecting})
+
+
+def all_ranks(accelerator: Any, values: Tensor) -> Tensor:
+    """Return one-dimensional ``values`` of all ranks, in rank order; ranks may bring different numbers of them. A
+    collective on several ranks."""
+    if accelerator.num_processes == 1:
+        return values
+    sent = values.byte() if values.dtype is torch.bool else values  # gloo sends no bools
+    with named_place("choice of tokens"):
+        sizes = accelerator.gather(torch.tensor([values.numel()], device=values.device)).tolist()
+        padded = torch.nn.functional.pad(sent, (0, max(*sizes, 1) - values.numel()))
+        parts = accelerator.gather(padded).view(len(sizes), -1)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).to(values.dtype)
 
 
 def capture_values(trainer: UpdatePort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
@@ -96,6 +151,14 @@ def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
     return policy + value.vf_coef * critics
 
 
+def of_rows(denominators: Denominators, token_count: Tensor) -> Denominators:
+    """Return the denominators of some rows: if rows of several generation batches are in the step (the token count is
+    then a float), each has its own, ``token_count`` ``[B]``."""
+    if isinstance(denominators.tokens, float):
+        return replace(denominators, tokens=token_count.unsqueeze(1))
+    return denominators
+
+
 def scalar_loss(trainer: StepPort, batch: TokenBatch, denominators: Denominators) -> Tensor:
     """Return the loss of a micro-batch (or bin): that of its tokens, averaged by the objective."""
     objective = trainer.algorithm.objective
@@ -116,7 +179,7 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
     values = None
     if heard:
         values = heard[0][:, -logps.size(1) :]
-    batch = token_batch(trainer, logps, entropies, loss_mask(inputs), inputs, values)
+    batch = with_choices(trainer, token_batch(trainer, logps, entropies, loss_mask(inputs), inputs, values))
     if mode == "train":
         accumulation = trainer.current_gradient_accumulation_steps
     else:
@@ -129,6 +192,9 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
     entropy.record(1, accumulation)
     book = trainer.recorder.book(mode)
     record_tokens(trainer, book, batch)
+    if mode == "train":
+        prompts, completions = row_lengths(inputs)
+        record_without_gradient(book, batch, with_gradient(loss, batch), prompts + completions)
     if router_loss is not None:  # mixture of experts: load balancing, as TRL adds it
         loss = loss + trainer.router_aux_loss_coef * router_loss / accumulation
         book.add("aux_loss", router_loss, 1.0)

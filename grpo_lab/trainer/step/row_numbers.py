@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ class RowNumbers:
         prompt_lengths, completion_lengths: long ``[N]``, tokens.
         scored: long ``[N]`` on the device, loss tokens.
         scores: bool ``[N]``, whether there are any loss tokens.
-        contributes: bool ``[N]``, whether some loss token has an advantage (``live_rows``).
+        contributes: bool ``[N]``, whether some loss token has an advantage (``live_rows``); not if it is rejected.
+        rejected: bool ``[N]``, live rows whose sampler weight is known to be 0 before any forward; left out.
+        silent: bool ``[N]``, rows that the look found without a gradient (``step.look``); left out.
         micro_batch: long ``[N]`` on the device, the micro-batch of the step in which TRL had the row.
         token_count: float ``[N]`` on the device, TRL's token denominator of the row's generation batch.
         prompts: long ``[N]``, ``prompt_numbers``; None if they were not asked for.
@@ -39,6 +42,8 @@ class RowNumbers:
     scored: Tensor
     scores: Tensor
     contributes: Tensor
+    rejected: Tensor
+    silent: Tensor
     micro_batch: Tensor
     token_count: Tensor
     prompts: Tensor | None
@@ -51,19 +56,21 @@ class RowNumbers:
     @staticmethod
     def of(
         table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint: int, accelerator: Any,
-        prompts: bool = False,
+        prompts: bool = False, rejected: Tensor | None = None,
     ) -> RowNumbers:  # fmt: skip
-        """Gather the facts of all ranks' rows from this rank's; ``prompts``: also the numbers of the prompts. A
-        collective on several ranks. Raise RuntimeError if ranks hold different fields (a team's field that only some
-        rows or ranks have)."""
+        """Gather the facts of all ranks' rows from this rank's. A collective on several ranks.
+
+        Args:
+            prompts: also gather the numbers of the prompts.
+            rejected: bool ``[n]``, this rank's rows whose sampler weight is known to be 0.
+
+        Raises:
+            RuntimeError: ranks hold different fields (a team's field that only some rows or ranks have).
+        """
         named = sorted(table.fields.items())
         kinds = ", ".join(f"{name} ({value.dtype}, {value.dim()}-D, {[*value.shape[2:]]})" for name, value in named)
         mask = table.loss_mask
-        advantages = table.fields.get("advantages")
-        if advantages is None:
-            contributes = mask.any(dim=1)
-        else:
-            contributes = live_rows(advantages, mask)
+        live = _live_or_rejected(table, rejected)
         same = torch.ones_like(table.offset)
         bits = token_count.double().view(torch.int64)  # a float travels as its bits
         alike = (same * footprint, same * zlib.crc32(kinds.encode()))
@@ -71,7 +78,7 @@ class RowNumbers:
         if prompts:
             asked = (prompt_numbers(table.fields),)
         scores = mask.sum(1) + (reach(mask) << COUNT_BITS)  # two numbers travel as one
-        columns = (*table.lengths, scores, contributes, micro_batch, bits, *asked, *alike)
+        columns = (*table.lengths, scores, live, micro_batch, bits, *asked, *alike)
         numbers = torch.stack([column.long() for column in columns], dim=1)
         wide = {name: value.size(1) for name, value in named if value.dim() > 1}
         widths = torch.tensor([[*wide.values()]], device=numbers.device)
@@ -95,7 +102,9 @@ class RowNumbers:
             completion_lengths=completion,
             scored=counted & below,
             scores=(scores & below) > 0,
-            contributes=live.bool(),
+            contributes=live == 1,
+            rejected=live == 2,
+            silent=torch.zeros_like(live, dtype=torch.bool),
             micro_batch=slots,
             token_count=bits.contiguous().view(torch.float64).to(token_count.dtype),
             prompts=next(iter(which), None),
@@ -109,8 +118,58 @@ class RowNumbers:
     def __len__(self) -> int:
         return self.scored.numel()
 
+    @property
+    def lengths(self) -> Tensor:
+        """Prompt and completion tokens, long ``[N]``."""
+        return self.prompt_lengths + self.completion_lengths
+
+    def others(self) -> RowNumbers:
+        """Return the numbers of the same rows, with those marked as contributing that score but do not contribute."""
+        return replace(self, contributes=self.scores & ~self.contributes)
+
+    def with_fields(self, names: Iterable[str]) -> RowNumbers:
+        """Return the numbers of rows that have further fields, aligned with the completion."""
+        widths = dict.fromkeys(names, self.widths["completion_ids"])
+        local = dict.fromkeys(names, self.local_widths["completion_ids"])
+        return replace(self, widths={**self.widths, **widths}, local_widths={**self.local_widths, **local})
+
     def rows(self, all_rows: bool, packed: bool = False) -> Rows:
         """Return the rows for the plan. ``all_rows``: also those without an advantage; ``packed``: in packed length."""
-        live = self.scores if all_rows else self.contributes
+        live = (self.scores if all_rows else self.contributes) & ~self.silent
         completions = self.scored_lengths if packed else self.completion_lengths
         return Rows(self.prompt_lengths, completions, live)
+
+
+def _live_or_rejected(table: RowTable, rejected: Tensor | None) -> Tensor:
+    """Return long ``[n]``: 1 for a row with an advantage on some loss token, 2 if it is rejected, 0 for the others."""
+    advantages = table.fields.get("advantages")
+    if advantages is None:
+        live = table.loss_mask.any(dim=1)
+    else:
+        live = live_rows(advantages, table.loss_mask)
+    if rejected is None:
+        return live.long()
+    return live.long() * (1 + rejected.long())
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of an optimizer step.
+
+    Args:
+        table: those of this rank.
+        sizes: rows of each of its micro-batches, in the order of the table.
+        slots: long ``[n]``, in which micro-batch each row is.
+        token_count: float ``[n]``, TRL's token denominator of each row's generation batch.
+        rejected: bool ``[n]``, those of this rank whose sampler weight is known to be 0; None if none is known.
+        numbers: facts about all ranks' rows.
+        budget: tokens of a forward.
+    """
+
+    table: RowTable
+    sizes: list[int]
+    slots: Tensor
+    token_count: Tensor
+    rejected: Tensor | None
+    numbers: RowNumbers
+    budget: int

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from grpo_lab.objectives import Correction, sampler_log_ratio
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import StepPort, UpdatePort
 from grpo_lab.trainer.row_table import Carried, loss_mask
-from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bins
+from grpo_lab.trainer.step.log_probs import GenerationForwards, ProximalSource, log_probs_in_bins, reads_own_forward
 
 
 def needs_batch(correction: Correction | None) -> bool:
@@ -30,6 +30,31 @@ def sampler_weights(
         return carried.sampler_weights
     weights: Tensor = correction(sampler_log_ratio(proximal_logps, carried.behaviour_logps, mask), mask)
     return weights
+
+
+def rejected_rows(trainer: UpdatePort, mask: Tensor, fields: dict[str, Any]) -> Tensor | None:
+    """Return bool ``[B]``: rows whose weight is 0 on every loss token, as far as it is known before a forward; None if
+    none is known.
+
+    It is known if it was made at generation, or follows from stored proximal log-probs. The latter only in full
+    precision: the stored ones come from bins that hold these rows, and in half precision log-probs follow the bins.
+    """
+    carried = Carried(fields)
+    if carried.sampler_weights is not None:
+        known = torch.ones_like(mask[:, 0])
+    elif trainer.correction is None or ProximalSource.of(fields) is ProximalSource.LOSS or not _in_full(trainer):
+        return None
+    else:
+        known = ~reads_own_forward(fields)
+    weights = sampler_weights(trainer.correction, carried.proximal_logps, fields, mask)
+    assert weights is not None
+    return known & ~((weights != 0) & mask).any(dim=1)
+
+
+def _in_full(trainer: UpdatePort) -> bool:
+    """Return whether forwards compute in float32 or wider."""
+    wide = all(weights.dtype.itemsize >= 4 for weights in trainer.model.parameters())
+    return wide and trainer.accelerator.mixed_precision == "no"
 
 
 def check_reported(trainer: StepPort, batch: dict[str, Any]) -> None:

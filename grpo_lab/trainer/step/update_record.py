@@ -20,6 +20,9 @@ from grpo_lab.trainer.row_table import Carried, loss_mask, row_lengths
 from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, Rows, default_max_tokens, live_rows, plan_shared, plan_update
 
+NO_GRADIENT_SHARE = "update/no_gradient_share"
+SILENT_SHARE = "update/silent_share"
+
 
 def padded_tokens(batch: dict[str, Any]) -> int:
     """Return the tokens of a micro-batch as TRL cut it, padding included."""
@@ -45,9 +48,10 @@ class UpdateRecord:
 
     def in_bins(
         self, plan: Plan, numbers: RowNumbers, padded: int, found: UpdateVerdict, budget: int, received: int
-    ) -> None:
+    ) -> dict[str, Tensor]:
         """Record a step that was computed in bins. ``padded``: tokens of this rank's micro-batches, which have one size
-        on every rank; ``received``: bytes that came to it."""
+        on every rank; ``received``: bytes that came to it. Return the sums of what was recorded since the last
+        reduction (``MetricBook.reduce``)."""
         recorder = self.trainer.recorder
         accelerator = self.trainer.accelerator
         stock = accelerator.num_processes * padded
@@ -55,7 +59,7 @@ class UpdateRecord:
         if accelerator.num_processes > 1:
             moved = torch.tensor([float(received)], device=accelerator.device)
             recorder.book("train").add("update/bytes_moved", moved, 1.0)
-        self._record(rows, len(numbers), plan.tokens_live, plan.tokens_computed, stock)
+        sums = self._record(rows, len(numbers), plan.tokens_live, plan.tokens_computed, stock)
         if found.draws:
             recorder.say(
                 "exact update: dropout is active, and its masks are drawn for the rows that are computed: stock's "
@@ -65,10 +69,15 @@ class UpdateRecord:
             )
         if found.all_rows is None:
             self._described = _described(found, plan.tokens_computed, plan.tokens_computed, stock)
-            return
+            return sums
         prompts = numbers.prompts if plan.shared else None
         live = numbers.rows(all_rows=False, packed=plan.shared)
         self._say(found, found.all_rows, plan.tokens_computed, live, budget, stock, prompts)
+        return sums
+
+    def looked_at(self, tokens: int) -> None:
+        """Record the tokens, padded and over all ranks, that the step's look forwarded."""
+        self._alike("tokens_looked", tokens, 1)
 
     def as_trl(self, inputs: dict[str, Any], found: UpdateVerdict, budget: int | None) -> None:
         """Record a micro-batch that stays as TRL cut it; for the last one of an optimizer step a collective."""
@@ -128,11 +137,8 @@ class UpdateRecord:
             level=logging.INFO if found.chosen else logging.WARNING,
         )
 
-    def _record(self, rows: int, all_rows: int, tokens: int, computed: int, stock: int) -> None:
-        """Log numbers that are the same on every rank. Pairs are added up over ranks, so each rank adds its share."""
-        book = self.trainer.recorder.book("train")
-        accelerator = self.trainer.accelerator
-        mine = 1.0 / accelerator.num_processes
+    def _record(self, rows: int, all_rows: int, tokens: int, computed: int, stock: int) -> dict[str, Tensor]:
+        """Log numbers that are the same on every rank, and return the sums of the reduction."""
         for name, total, count in (
             ("live_share", rows, all_rows),
             ("padding_share", computed - tokens, max(computed, 1)),
@@ -140,11 +146,21 @@ class UpdateRecord:
             ("tokens_stock", stock, 1),
             ("computed_share", computed, stock),
         ):
-            book.add(f"update/{name}", torch.tensor([total * mine], device=accelerator.device), count * mine)
+            self._alike(name, total, count)
+        book = self.trainer.recorder.book("train")
+        accelerator = self.trainer.accelerator
         if self.trainer.algorithm.objective is not None:
             for name in self.trainer.lab_settings.tasks:  # one step more over which the tasks' losses are means
-                book.add(f"tasks/{name}/loss", torch.zeros(1, device=accelerator.device), mine)
-        book.reduce(accelerator)
+                zero = torch.zeros(1, device=accelerator.device)
+                book.add(f"tasks/{name}/loss", zero, 1.0 / accelerator.num_processes)
+        return book.reduce(accelerator)
+
+    def _alike(self, name: str, total: int, count: int) -> None:
+        """Log a number that every rank knows. Pairs are added up over ranks, so each rank adds its share."""
+        accelerator = self.trainer.accelerator
+        mine = 1.0 / accelerator.num_processes
+        total_here = torch.tensor([total * mine], device=accelerator.device)
+        self.trainer.recorder.book("train").add(f"update/{name}", total_here, count * mine)
 
 
 def _described(found: UpdateVerdict, *price: int) -> dict[str, Any]:
@@ -194,9 +210,14 @@ def record_tokens(trainer: Numbers, book: MetricBook, batch: TokenBatch, origin:
         if batch.entropies is not None:
             book.add_tokens(f"tasks/{name}/entropy", batch.entropies, batch.mask & rows, origin)
     carried = Carried(dict(batch.extras))
+    if batch.sampler_weights is not None and made_in_loss(trainer, carried):
+        record_sampling(trainer, book, batch, batch.sampler_weights, origin)
+
+
+def made_in_loss(trainer: Numbers, carried: Carried) -> bool:
+    """Return whether TRL did not make the sampler's weights at generation, and so did not log them."""
     made_here = carried.sampler_weights is None or getattr(trainer.correction, "whole_batch", False)
-    if batch.sampler_weights is not None and carried.behaviour_logps is not None and made_here:
-        _sampling(trainer, book, batch, batch.sampler_weights, origin)
+    return carried.behaviour_logps is not None and made_here
 
 
 def _by_task(trainer: Numbers, extras: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -233,7 +254,9 @@ def record_losses(trainer: UpdatePort, batch: TokenBatch, of_tokens: Tensor, den
         book.add(f"tasks/{name}/loss", added / ranks, 0.0)
 
 
-def _sampling(trainer: Numbers, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None) -> None:
+def record_sampling(
+    trainer: Numbers, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None
+) -> None:
     """Log TRL's ``sampling/*`` metrics where TRL did not make the correction at generation."""
     mask = batch.mask
     carried = Carried(dict(batch.extras))
@@ -272,3 +295,22 @@ def record_skipped(trainer: Numbers, book: MetricBook, batch: TokenBatch, left_o
             book.add_zeros(name, left_out, of_rows=name in shapes and shapes[name].size(1) == 1)
     for name in ("entropy", *of_computed, *(["kl"] if objective.kl_in_loss is not None else [])):
         book.add_unseen(name, left_out)
+
+
+@torch.no_grad()
+def record_without_gradient(book: MetricBook, batch: TokenBatch, acts: Tensor, tokens: Tensor) -> None:
+    """Log which share of the live rows' loss tokens has no gradient, and which share of their tokens is in rows without
+    any. ``acts``: bool ``[B, T]``, tokens that have one; ``tokens``: long ``[B]``, prompt and completion."""
+    live = ((batch.advantages != 0) & batch.mask).any(dim=1)
+    mask = batch.mask & live.unsqueeze(1)
+    book.add(NO_GRADIENT_SHARE, (mask & ~acts).sum(), mask.sum())
+    book.add(SILENT_SHARE, (tokens * (live & ~acts.any(dim=1))).sum(), (tokens * live).sum())
+
+
+def record_left_out(book: MetricBook, numbers: RowNumbers, ranks: int) -> None:
+    """Log the same for silent and rejected rows, which are in no bin. Each rank adds its share."""
+    rows = numbers.silent | numbers.rejected
+    scored = numbers.scored[rows.to(numbers.scored.device)].sum() / ranks
+    tokens = numbers.lengths[rows].sum().to(scored.device) / ranks
+    book.add(NO_GRADIENT_SHARE, scored, scored)
+    book.add(SILENT_SHARE, tokens, tokens)

@@ -1,0 +1,152 @@
+"""Silent rows: live rows of which no token has a gradient, and whether a step is looked at to leave them out.
+
+A token outside a one-sided clip has a loss and no gradient. So has one that a gate or the sampler's correction drops.
+A row of which that holds for all tokens needs no backward. But it is known only after a forward: the look
+(``step.look``) is one forward without gradient more, about a third of what forward and backward cost. With a share s of
+the live rows' tokens in silent rows, a step then costs 1/3 + (1 − s), and that is less than 1 from s = 1/3 on.
+
+    update.silent_rows: auto    look where s was above ``BEGIN`` at the same place of the last generation batch, until
+                                it is below ``END``. Every step measures s, looked at or not
+                        skip    look at every step
+                        keep    leave out no silent row
+
+A part that chooses tokens (``objectives.Selecting``) has to look anyway. No row is silent where another term of the
+loss acts on every row, and with dropout, whose next draw may give a row a gradient, none is looked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import TokenBatch
+from grpo_lab.trainer.exactness.update_verdict import UpdateVerdict
+from grpo_lab.trainer.ports import UpdatePort
+from grpo_lab.trainer.resume.state import SavedState
+from grpo_lab.trainer.step.out_of_memory import ALONE
+from grpo_lab.trainer.step.row_numbers import RowNumbers
+
+BEGIN = 0.4
+END = 0.3
+"""Shares of silent rows around 1/3, so that a share near it does not change the steps to and fro."""
+WORTH_ASKING = 0.05
+"""How likely a bin must be silent for the host to wait for the answer."""
+
+
+def with_gradient(loss: Tensor, batch: TokenBatch) -> Tensor:
+    """Return bool ``[B, T]``: loss tokens for whose log-prob, entropy or value the loss has a gradient, or NaN. The
+    model is not differentiated, and the graph stays."""
+    of = [one for one in (batch.logps, batch.entropies, batch.values) if one is not None and one.requires_grad]
+    found = torch.zeros_like(batch.mask)
+    if not loss.requires_grad or not of:
+        return found
+    for gradient in torch.autograd.grad(loss, of, retain_graph=True, allow_unused=True):
+        if gradient is not None:
+            found = found | (gradient != 0)
+    return found & batch.mask
+
+
+class SilentRows:
+    """Decides which steps are looked at, by the shares of silent rows so far. One per trainer; the same on every rank.
+
+    A place is an optimizer step's, counted from the start of its generation batch: the first one has no stale row.
+    """
+
+    holds = "with `update.silent_rows: auto` the shares of silent rows, so that the resumed run looks at the same steps"
+
+    def __init__(self, trainer: UpdatePort) -> None:
+        self._trainer = trainer
+        self.asked = trainer.lab_settings.update.silent_rows
+        self._leaves_out = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a training."""
+        #: place → share, or tokens of silent and of live rows ``[2]`` on the device, not read yet
+        self._shares: dict[int, float | Tensor] = {}
+        self._looks: set[int] = set()
+
+    @property
+    def _place(self) -> int:
+        phase = self._trainer.phase
+        return (phase.done % phase.every) // phase.accumulation
+
+    @property
+    def share(self) -> float:
+        """Share of live rows' tokens in silent rows when this place of a generation batch was last computed. Reading
+        it first waits for the device."""
+        return self._read(self._place)
+
+    def _read(self, place: int) -> float:
+        found = self._shares.get(place, 0.0)
+        if isinstance(found, Tensor):
+            silent, live = found.tolist()
+            found = silent / max(live, 1.0)
+            self._shares[place] = found
+        return found
+
+    def may_be_left_out(self, found: UpdateVerdict) -> bool:
+        """Return whether silent rows are left out where they are known."""
+        return self.asked != "keep" and found.all_rows is None and not found.draws
+
+    def looks(self, found: UpdateVerdict) -> bool:
+        """Return whether the step that begins is looked at."""
+        objective = self._trainer.algorithm.objective
+        self._leaves_out = self.may_be_left_out(found)
+        if objective is not None and objective.selecting:
+            return True
+        if not self._leaves_out:
+            return False
+        if self.asked == "skip":
+            return True
+        place = self._place
+        if self.share > BEGIN and place not in self._looks:
+            self._looks.add(place)
+            self._trainer.recorder.say(
+                f"`update.silent_rows: auto`: rows without a gradient hold {self.share:.0%} of the live rows' tokens: "
+                "such steps are looked at first, by a forward without gradient, and these rows left out",
+                key="silent rows",
+            )
+        elif self.share < END:
+            self._looks.discard(place)
+        return place in self._looks
+
+    def may_ask(self, rows: int) -> bool:
+        """Return whether the host should wait for the answer whether a bin of so many rows is silent, and so needs no
+        backward. Not where a backward is a collective."""
+        if not self._leaves_out or rows == 0:
+            return False
+        alone = self._trainer.accelerator.distributed_type.value in ALONE
+        return alone and self.share**rows >= WORTH_ASKING
+
+    def seen(self, tokens: Tensor, numbers: RowNumbers) -> None:
+        """Take note of the tokens of silent and of live rows of the step at hand, ``[2]``, over all ranks. Rejected
+        rows, counted in both, are taken out: they are left out without a look."""
+        rejected = int(numbers.lengths[numbers.rejected].sum())
+        self._shares[self._place] = tokens - rejected
+
+    def save(self, _folder: Path) -> dict[str, Any] | None:
+        """Return the checkpoint entry, or None if there is nothing to save."""
+        known = {str(place): self._read(place) for place in self._shares}
+        if self.asked != "auto" or not any(known.values()):
+            return None
+        return {"shares": known, "looks": sorted(self._looks)}
+
+    def load(self, saved: SavedState | None) -> None:
+        """Restore what ``save`` returned, after ``forget``: the entry of the generation batch comes before."""
+        if saved is None or self.asked != "auto":
+            return
+        found = saved.entry("silent_rows", _checked, "the shares are then measured anew")
+        if found is not None:
+            self._shares = dict(found[0])
+            self._looks = found[1]
+
+
+def _checked(state: dict[str, Any]) -> tuple[dict[int, float], set[int]]:
+    shares = {int(place): float(share) for place, share in state["shares"].items()}
+    if not all(0 <= share <= 1 for share in shares.values()):
+        raise ValueError(f"shares of silent rows: {shares}")
+    return shares, {int(place) for place in state["looks"]}

@@ -1,0 +1,103 @@
+"""Forwards without gradient over the rows of an optimizer step, in its bins; their results go home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import Denominators
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.exactness.model_conditions import position_limit
+from grpo_lab.trainer.exactness.shared_prompts import SharedPrompts
+from grpo_lab.trainer.exactness.update_verdict import UpdateVerdict
+from grpo_lab.trainer.metrics.book import Origin
+from grpo_lab.trainer.metrics.profile import FORWARD, LAYOUT, host
+from grpo_lab.trainer.ports import UpdatePort
+from grpo_lab.trainer.row_table import Bin
+from grpo_lab.trainer.step.exchange import Collected, Exchange, Forwarded
+from grpo_lab.trainer.step.row_numbers import StepRows
+from grpo_lab.update import Plan
+
+
+class Sweeps:
+    """Forwards the rows of a step without gradient. ``exchanged`` plans a step and brings its rows to their ranks."""
+
+    def __init__(
+        self,
+        trainer: UpdatePort,
+        prompts: SharedPrompts,
+        exchanged: Callable[[StepRows, UpdateVerdict], tuple[Plan, Exchange]],
+    ) -> None:
+        self._trainer = trainer
+        self._prompts = prompts
+        self._exchanged = exchanged
+
+    def bin(self, rows: Exchange, places: list[int]) -> Bin:
+        """Return rows of a step as one forward."""
+        with host(LAYOUT):
+            return rows.bin(places, position_limit(self._trainer.accelerator.unwrap_model(self._trainer.model)))
+
+    @torch.no_grad()
+    def forwarded(self, step: StepRows, found: UpdateVerdict, entropies: bool = False) -> Forwarded:
+        """Forward the rows of a step, in the bins that it has if no row is silent; with a selecting part the others,
+        too, in bins of their own. ``entropies``: also bring entropies home. Collectives."""
+        objective = self._trainer.algorithm.objective
+        made = self._swept(step, found, entropies)
+        others = replace(step, numbers=step.numbers.others())
+        reads_all = objective is not None and bool(objective.selecting)
+        if reads_all and found.all_rows is None and bool(others.numbers.contributes.any()):
+            made = made.joined(self._swept(others, found, entropies))
+        return made
+
+    def _swept(self, step: StepRows, found: UpdateVerdict, entropies: bool) -> Forwarded:
+        plan, rows = self._exchanged(step, found)
+        logps = Collected()
+        of_tokens = Collected()
+        for places, part, scored, entropy in self._bins(rows):
+            if places:
+                assert entropy is not None  # the policy's head makes them
+                logps.append((places, of_completions(scored, part)[: len(places)]))
+                of_tokens.append((places, of_completions(entropy, part)[: len(places)]))
+        made = self.home(rows, logps)
+        if entropies:
+            made = replace(made, entropies=self.home(rows, of_tokens).logps)
+        came = rows.bytes_received - step.numbers.bytes_received  # which the step counts
+        return replace(made, tokens=plan.tokens_computed, bytes_received=came)
+
+    def home(self, rows: Exchange, found: Collected) -> Forwarded:
+        """Bring log-probs to the ranks that generated the rows. A collective if any row moved."""
+        double = any(weights.dtype == torch.float64 for weights in self._trainer.model.parameters())
+        return Forwarded(*rows.home(found, torch.float64 if double else torch.float32))
+
+    @torch.no_grad()
+    def record_entropy(self, step: StepRows, found: UpdateVerdict, denominators: Denominators) -> None:
+        """Record the entropy of all rows, as stock TRL does: for a drop-in's step without a live row."""
+        _, rows = self._exchanged(step, replace(found, all_rows="entropy"))
+        for _, part, _, entropies in self._bins(rows):
+            assert entropies is not None  # the policy's head makes them
+            assert part.micro_batch is not None  # the step's numbers are known
+            origin = origin_of(self._trainer, denominators, part.micro_batch)
+            values = entropies.gather(1, part.take)
+            self._trainer.recorder.book("train").add_tokens("entropy", values, part.loss_mask, origin)
+
+    def _bins(self, rows: Exchange) -> Iterator[tuple[list[int], Bin, Tensor, Tensor | None]]:
+        """Yield, for each bin, its rows, the bin, and log-probs and entropies of its tokens."""
+        with trl_bridge.without_checkpointing(self._trainer.model, self._trainer.args):
+            for places in rows.bins:
+                part = self.bin(rows, places)
+                with host(FORWARD):
+                    scored, entropies = self._prompts.log_probs(self._trainer.model, part)
+                yield places, part, scored, entropies
+
+
+def origin_of(trainer: UpdatePort, denominators: Denominators, micro_batch: Tensor) -> Origin:
+    """Return where TRL had rows, for their metrics; ``micro_batch``: long ``[B]``."""
+    return Origin(micro_batch, int(denominators.micro_batches), trainer.phase.every)
+
+
+def of_completions(values: Tensor, rows: Bin) -> Tensor:
+    """Return the completion tokens' values ``[n, T]`` of a bin's forward ``[n, L - 1]``, 0 beyond a completion."""
+    return values.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)
