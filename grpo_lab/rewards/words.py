@@ -282,9 +282,12 @@ def _listed(word: str, languages: tuple[str, ...]) -> Likelihoods | None:
 
 @lru_cache(maxsize=100_000)
 def _guessed(word: str, languages: tuple[str, ...]) -> Likelihoods:
-    """Turn lingua's confidences into frequencies of an unlisted word; their mean over the languages is ``UNSEEN``."""
+    """Turn lingua's confidences into frequencies of an unlisted word; their mean over the languages is ``UNSEEN``.
+
+    lingua's last bits differ from call to call, since it adds up in the order of a hash map. They are rounded off.
+    """
     values = _detector(languages).compute_language_confidence_values(word)
-    confidences = {value.language.iso_code_639_1.name.lower(): value.value for value in values}
+    confidences = {value.language.iso_code_639_1.name.lower(): round(value.value, 9) for value in values}
     shares: Likelihoods = np.array([confidences[language] for language in languages]) + 0.02
     guess: Likelihoods = UNSEEN * len(languages) * shares / shares.sum()
     return guess

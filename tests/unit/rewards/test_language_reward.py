@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_lab.rewards import words
 from grpo_lab.rewards.completion import reasoning_in, reasoning_of
 from grpo_lab.rewards.language import LanguageConsistencyReward, language_shares, mixture_shares
 from grpo_lab.rewards.words import known_languages, words_of
@@ -253,3 +254,10 @@ def test_the_same_in_every_process() -> None:
         env={**os.environ, "PYTHONHASHSEED": "1"},
     )
     assert done.stdout == f"{[score(mixed)]}\n"
+
+
+def test_a_guess_is_the_same_to_the_bit_each_time() -> None:
+    """lingua adds up in the order of a hash map, which is another one in each call."""
+    latin = words.LANGUAGES_OF_GROUP["latin"]
+    guess = words._guessed.__wrapped__
+    assert len({guess(word, latin).tobytes() for word in ["qwertzu"] * 30}) == 1
