@@ -87,6 +87,10 @@ CASES = [
         for name in ("dr_grpo", "dapo")
     ),
     Case("dr_grpo-scattered", SCATTERED, {"objective": "dr_grpo", "max_steps": 6}),
+    *(  # one micro-batch a step, the same rows in every world
+        Case(name, SCATTERED, {"objective": {"name": name, **knobs}, "max_steps": 6, "num_iterations": 2}, worlds=TWO)
+        for name, knobs in (("kl_cov", {"share": 0.1}), ("clip_cov", {"share": 0.1, "cov_low": 0.05, "cov_high": 50.0}))
+    ),
     Case("dr_grpo-off", SPLIT, {"objective": "dr_grpo", "update": "off"}, exact=False),
     Case("dapo-twice-beta", SPLIT, {"objective": "dapo", "beta": 0.04, "num_iterations": 2}, worlds=TWO),
     Case("small-bins", SPLIT, {"objective": "dr_grpo", "update": {"max_tokens": 40}}, worlds=TWO),

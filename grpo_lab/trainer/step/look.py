@@ -34,7 +34,7 @@ from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.row_table import CHOSEN, Carried
 from grpo_lab.trainer.step.exchange import Forwarded
-from grpo_lab.trainer.step.micro_batch import of_rows, token_batch, token_loss, with_choices
+from grpo_lab.trainer.step.micro_batch import of_rows, token_batch, token_loss, with_choices, with_group_tokens
 from grpo_lab.trainer.step.row_numbers import StepRows
 from grpo_lab.trainer.step.silent import with_gradient
 from grpo_lab.trainer.step.update_record import record_losses, record_tokens
@@ -122,6 +122,7 @@ def _silent_rows(trainer: StepPort, batch: TokenBatch, denominators: Denominator
     """Return bool ``[B]``, the silent rows of a micro-batch, and their loss. A row whose loss is not finite is none."""
     objective = trainer.algorithm.objective
     assert objective is not None
+    denominators = with_group_tokens(denominators, batch)
     with trainer.recorder.unrecorded():  # a hook that logs is called for the bins again
         losses = token_loss(trainer, batch)
     acts = with_gradient(objective.aggregated(losses, batch, denominators), batch)
