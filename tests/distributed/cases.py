@@ -147,6 +147,14 @@ CASES = [
         {**TWO_STEPS, "loss_type": "dr_grpo", "scale_rewards": "none"},
         stock=True,
     ),
+    Case("batch-normalised", SPLIT, {"objective": "dr_grpo", "correction": "batch_normalised"}, worlds=TWO),
+    Case(
+        "rejected-by-sequence",
+        SPLIT,
+        {"objective": "dapo", "correction": {"name": "geometric_rejection", "low": 0.97, "high": 1.03}}
+        | {"num_iterations": 2},
+        worlds=TWO,
+    ),
     Case("trl-settings", SPLIT, {"loss_type": "grpo"}, exact=False, worlds=TWO),
     *(
         Case(f"trls-{name}{kind}", SPLIT, {**own, **changes}, stock=kind == "-stock", per_world=True, worlds=TWO)

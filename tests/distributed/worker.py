@@ -33,6 +33,7 @@ from grpo_lab.rewards import KimiLengthReward, group_reward
 from grpo_lab.rewards.protocol import Group
 from grpo_lab.testing import ScriptedRollout
 from parity.harness import arguments, mixed_reward, problems
+from parity.sampler import NoisySampler
 
 
 @group_reward(requires=("accuracy_reward",), num_generations=4)
@@ -42,6 +43,13 @@ def rare_and_right(group: Group) -> list[float | None]:
     right = [value == 1.0 and not cut for value, cut in zip(group.rewards["accuracy_reward"], group.truncated or [])]
     places = [sum(other < length for other in group.lengths) / len(group) for length in group.lengths]
     return [1.0 / sum(right) if ok else -place for ok, place in zip(right, places)]
+
+
+class Disagreeing(NoisySampler):
+    """Scores every token, whichever rank asks."""
+
+    def __call__(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float | None]]:
+        return [self._row(*row) for row in zip(prompts, completions, strict=True)]
 
 
 class Accuracy:
@@ -91,15 +99,21 @@ def build(model_folder: str, out: Path, run: dict[str, Any], accuracy: Accuracy)
         **{"learning_rate": 0.1, "gradient_checkpointing": False, "ddp_find_unused_parameters": False, **run["args"]},
     )
     kind: Any = GRPOTrainer if run["stock"] else LabTrainer if plain else Recording
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    sampler = Disagreeing(model) if "correction" in settings else None
     return kind(
-        model=AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32),
+        model=model,
         reward_funcs=rewards_of(run["reward"], accuracy, run["stock"]),
         args=(GRPOConfig if run["stock"] else LabConfig)(**settings),
         train_dataset=problems(24).add_column("task", [("add", "sort")[row % 3 == 1] for row in range(24)]),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"]) if run.get("adapter") else None,
         rollout_func=ScriptedRollout(
-            range(20, 90), (3, 5, 9, 14, 21, 30), end_id=tokenizer.eos_token_id, truncated_share=0.2
+            range(20, 90),
+            (3, 5, 9, 14, 21, 30),
+            end_id=tokenizer.eos_token_id,
+            truncated_share=0.2,
+            sampler_logps=sampler,
         ),
     )
 

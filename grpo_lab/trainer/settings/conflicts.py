@@ -303,7 +303,8 @@ BEFORE: tuple[Conflict, ...] = (
         _cut,
         "`{found[0]}`={found[1]!r} does not combine with `vllm_importance_sampling_correction`: the engine's log-probs "
         "are renormalised over the tokens that it keeps, the trainer's are not, so the ratio would be below 1 even "
-        "where both agree. Leave `{found[0]}` at {found[2]!r}, or set `vllm_importance_sampling_correction: false`",
+        "where both agree; which tokens it kept (vLLM's `return_sampling_mask`, from 0.28 on a GPU) TRL does not pass "
+        "on. Leave `{found[0]}` at {found[2]!r}, or set `vllm_importance_sampling_correction: false`",
     ),
 )
 
