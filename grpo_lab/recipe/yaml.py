@@ -24,7 +24,7 @@ _OURS = (
     (_AMBIGUOUS, _TWO_WAYS),
 )
 #: Sections that may also be written as a bare name: ``objective: dr_grpo`` is ``objective: {name: dr_grpo}``.
-NAMED = ("objective", "advantage", "sampler", "update", "reward", "environment_factory")
+NAMED = ("objective", "advantage", "correction", "sampler", "update", "reward", "environment_factory")
 LISTS_OF_NAMED = ("rewards", "callbacks", "tools")
 FOLDERS = ("output_dir", "path", "source")
 #: Settings that name a folder or a file. Their text is taken as it is written, also `123`, `1e3`, `off` and `a: b`.

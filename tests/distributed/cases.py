@@ -151,7 +151,7 @@ CASES = [
     Case(
         "rejected-by-sequence",
         SPLIT,
-        {"objective": "dapo", "correction": {"name": "geometric_rejection", "low": 0.97, "high": 1.03}}
+        {"objective": "dapo", "correction": {"name": "geometric_rejection", "low": 0.9, "high": 1.1}}
         | {"num_iterations": 2},
         worlds=TWO,
     ),
