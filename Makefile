@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart/dr_grpo.yaml
 PYTEST_WORKERS ?= 2
+# The whole suite waits a quarter of its time, for servers, ranks and clocks: one worker more than it has cores.
+SUITE_WORKERS ?= 3
 BY_FILE = -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -40,8 +42,8 @@ labs: setup  ## what RL does to a model: every lab, resumable -> runs/labs (abou
 # Where vLLM cannot be had (exit 2 to 4 of setup_vllm.py), its tests are skipped and say so.
 test: setup lint types  ## lint, types and the suite
 	$(MAKE) setup-vllm || echo "NOTE: vLLM could not be installed; the engine tests below are skipped"
-	$(BIN)/python -m pytest $(BY_FILE) -m "vllm and not thorough" -rs --durations=15
-	$(BIN)/python -m pytest $(BY_FILE) -m "not vllm and not thorough" --durations=15
+	$(BIN)/python -m pytest $(BY_FILE) -n $(SUITE_WORKERS) -m "vllm and not thorough" -rs --durations=15
+	$(BIN)/python -m pytest $(BY_FILE) -n $(SUITE_WORKERS) -m "not vllm and not thorough" --durations=15
 	$(MAKE) test-numeric
 
 test-thorough: setup  ## what `make test` leaves out (marker `thorough`), numeric tests with AVX2 kernels, the drop-in with the oldest

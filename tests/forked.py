@@ -27,18 +27,27 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(
-    ["grpo_lab.trainer.lab_trainer", "grpo_lab.rewards", "scripted_rollout", "trl.trainer.sft_trainer", "peft",
-     "torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2"]
+TRAINER = (
+    "grpo_lab.trainer.lab_trainer", "grpo_lab.rewards", "scripted_rollout", "trl.trainer.sft_trainer", "peft",
+    "torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2",
 )  # fmt: skip
+forks = multiprocessing.get_context("forkserver")
+
+
+def preload(modules: Sequence[str] = ()) -> None:
+    """What the process imports that is forked, beside what a trainer needs; of no effect once it runs."""
+    forks.set_forkserver_preload([*TRAINER, *modules])
+
+
+preload()
 
 
 def start(
     words: Sequence[str], printed: tuple[Path, Path], environment: Mapping[str, str], folder: Path | None = None
 ) -> BaseProcess:
-    """``python SCRIPT ARGUMENTS…``; what it prints is appended to the two files, of stdout and of stderr."""
-    script = _forks.Process(target=_become, args=(list(words), printed, dict(environment), folder or Path.cwd()))
+    """``python SCRIPT ARGUMENTS…``, or ``python -m MODULE ARGUMENTS…``; what it prints is appended to the two files, of
+    stdout and of stderr."""
+    script = forks.Process(target=_become, args=(list(words), printed, dict(environment), folder or Path.cwd()))
     with mock.patch.dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS="1"):  # of the server, should it start now
         script.start()
     return script
@@ -90,10 +99,10 @@ def _become(words: list[str], printed: tuple[Path, Path], environment: dict[str,
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:0] = [
-        str(Path(words[0]).resolve().parent),
-        *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)),
-    ]
-    sys.argv = words
+    module = words[0] == "-m"
+    beside = "" if module else str(Path(words[0]).resolve().parent)
+    sys.path[:0] = [beside, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = words[module:]
     gc.freeze()  # accelerate collects garbage in every train(): not among all that was imported
-    runpy.run_path(words[0], run_name="__main__")
+    begin = runpy.run_module if module else runpy.run_path
+    begin(sys.argv[0], run_name="__main__")

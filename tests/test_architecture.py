@@ -391,35 +391,6 @@ def test_importing_grpo_lab_does_not_even_load_torch() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-LAZY_SCRIPT = """
-import importlib
-for room in ("grpo_lab",):
-    module = importlib.import_module(room)
-    for name in module.__all__:
-        found = getattr(module, name)
-        assert name in dir(module), (room, name)
-        if name != "__version__":
-            assert found.__name__ == name, (room, name, found)
-import grpo_lab
-try:
-    grpo_lab.NoSuchName
-except AttributeError as error:
-    assert "NoSuchName" in str(error) and "offers" in str(error), error
-else:
-    raise AssertionError("grpo_lab invents names")
-from grpo_lab import LabConfig, LabTrainer, DrGRPOTrainer
-import trl
-assert issubclass(LabConfig, trl.GRPOConfig) and issubclass(LabTrainer, trl.GRPOTrainer)
-assert issubclass(DrGRPOTrainer, LabTrainer)
-"""
-
-
-@pytest.mark.slow
-def test_lazy_names_resolve() -> None:
-    done = subprocess.run([sys.executable, "-c", LAZY_SCRIPT], capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 def test_there_is_no_circle() -> None:
     """Imports inside functions count: two files that need one thing share a file below both."""
     assert circles(graph_of(PACKAGE, ROOT)) == []

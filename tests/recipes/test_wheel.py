@@ -24,6 +24,21 @@ MOST_LINES = 25
 """Of a shrunk quick start on stderr, redrawn bars included."""
 IMPORT_ALL = """
 import importlib, pkgutil, grpo_lab
+for name in grpo_lab.__all__:  # each is found when it is asked for
+    found = getattr(grpo_lab, name)
+    assert name in dir(grpo_lab), name
+    if name != "__version__":
+        assert found.__name__ == name, (name, found)
+try:
+    grpo_lab.NoSuchName
+except AttributeError as error:
+    assert "NoSuchName" in str(error) and "offers" in str(error), error
+else:
+    raise AssertionError("grpo_lab invents names")
+from grpo_lab import LabConfig, LabTrainer, DrGRPOTrainer
+import trl
+assert issubclass(LabConfig, trl.GRPOConfig) and issubclass(LabTrainer, trl.GRPOTrainer)
+assert issubclass(DrGRPOTrainer, LabTrainer)
 for module in pkgutil.walk_packages(grpo_lab.__path__, "grpo_lab."):
     if not module.name.endswith(("__main__", "server_worker", "vllm.access")):
         importlib.import_module(module.name)

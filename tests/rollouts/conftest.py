@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
+import forked
 from ports import free_port
 from rollouts.checkpoints import random_checkpoint, widened_stories
+from rollouts.forked_server import MODULES, forking
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Whatever is forked first, servers find vLLM imported."""
+    if any(item.get_closest_marker("vllm") for item in session.items):
+        forked.preload(MODULES)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,6 +35,19 @@ def port_of_worker() -> Iterator[None]:
     """TRL takes 29500 for an engine in the process where it is free at that moment, and so would another worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_PORT", str(free_port()))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers() -> Iterator[None]:
+    """`Server` forks its server from a process that has imported vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        yield
+        return
+    from grpo_lab.engines.vllm import server
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "subprocess", forking())
         yield
 
 

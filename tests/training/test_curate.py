@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import forked
 from grpo_lab.cli import main
 from grpo_lab.data import load_file
 from grpo_lab.engines.generators import TransformersGenerator
@@ -243,19 +243,15 @@ def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp
     assert main([*words, str(tmp_path / "whole")]) == 0
     samples = tmp_path / "killed" / "pass_rates.jsonl"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HOLD_AT_CALL": "7"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_lab", *words, str(samples.parent)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    printed = tmp_path / "printed"
+    process = forked.start(["-m", "grpo_lab", *words, str(samples.parent)], (printed, printed), environment)
     deadline = time.monotonic() + 600
     while not (samples.is_file() and samples.read_bytes().count(b"\n") > 16):
-        assert process.poll() is None, "the command ended before it could be killed"
+        assert process.exitcode is None, "the command ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     before = samples.read_bytes()
     assert 16 < before.count(b"\n") < 49
     assert not (samples.parent / "curated.parquet").exists()
