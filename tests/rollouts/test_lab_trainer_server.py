@@ -6,11 +6,13 @@ One server serves most of the module: another run's weights replace the last run
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 
 from safetensors.torch import load_file
 
-from distributed.launch import RECIPES, accelerate_launch
+from distributed.launch import RECIPES, launcher
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm import worker
@@ -238,8 +240,9 @@ def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_pa
         "dead_url": f"http://127.0.0.1:{free_port()}",
     }
     (tmp_path / "spec.json").write_text(json.dumps(spec))
+    launch = ["env", "ACCELERATE_USE_CPU=true", *launcher(RECIPES / "ddp.yaml", 2)]
     script = str(Path(__file__).with_name("server_runs.py"))
-    accelerate_launch(RECIPES / "ddp.yaml", 2, [script, str(tmp_path / "spec.json")])
+    run_to_end([*launch, script, str(tmp_path / "spec.json")], tmp_path / "launch.log")
     reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [report["world"] for report in reports] == [2, 2]
     assert reports[0]["never_up"] == reports[1]["never_up"]
@@ -254,6 +257,20 @@ def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_pa
     assert max(gaps[0], gaps[2]) < 1e-4
     states = sorted(path.name for path in (tmp_path / "out" / "checkpoint-3").glob("rng_state_*.pth"))
     assert states == ["rng_state_0.pth", "rng_state_1.pth"]  # each rank wrote its part
+
+
+def run_to_end(command: list[str], log: Path) -> None:
+    """Run a launcher and its workers; where they hang none of them stays behind."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=clean_environment(), start_new_session=True
+        )
+    try:
+        assert process.wait(timeout=600) == 0, log.read_text(errors="replace")[-4000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def clean_environment() -> dict[str, str]:
