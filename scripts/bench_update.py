@@ -4,10 +4,11 @@ Both sides get the same model, the same completions (token lengths of real GSM8K
 which a set share of groups is dead. Timed: everything between two optimizer steps except generation (scripted) and
 decoding. Checked: the first step's gradient and the weights' movement after the steps under SGD are the same; AdamW's
 is reported. The floor is a plain Hugging Face forward and backward over exactly the live tokens, packed without
-padding.
+padding. Rows without a gradient (``update.silent_rows``) are kept and left out in turn, in steps that are stale.
 
     make bench-update                       # CPU, about 15 minutes on two cores
     python scripts/bench_update.py --quick  # a check that it runs
+    python scripts/bench_update.py --only-silent
     python scripts/bench_update.py --gpu    # Qwen2.5-0.5B and 1.5B shapes, bf16, gradient checkpointing on and off
 """
 
@@ -61,6 +62,37 @@ def compare_reused(folder: Path, args: argparse.Namespace, dead: int) -> dict[st
         "speed-up": stock.seconds / ours.seconds, "stock MiB": stock.peak, "ours MiB": ours.peak,
         "gradient": relative(ours.gradient, stock.gradient), "movement": relative(ours.moved, stock.moved),
     }  # fmt: skip
+
+
+#: GSPO with its authors' clip; bounds at which the sampler's noise rejects a part of the rows
+OURS = {"loss_type": None, "scale_rewards": None}  # the objective says them
+STALE = {**OURS, "objective": "gspo", "epsilon": 3e-4, "epsilon_high": 4e-4}
+REJECTED = {**OURS, "objective": "dapo", "vllm_importance_sampling_mode": "sequence_mask"}
+REJECTED |= {"vllm_importance_sampling_clip_min": 0.99, "num_iterations": 2, "max_steps": 2}
+
+
+def compare_silent(folder: Path, args: argparse.Namespace, dead: int) -> list[dict[str, Any]]:
+    """With and without rows that have no gradient (``update.silent_rows``), in turn: medians of the seconds of one
+    step, after as many updates on its batch as its staleness says. ``movement``: of all steps so far."""
+    rows = []
+    kinds = [
+        *(("clipped", STALE | {"num_iterations": 1 + n, "max_steps": 1 + n}, n, False) for n in (1, 4)),
+        *(("rejected by the correction", REJECTED, n, True) for n in (0, 1)),
+    ]
+    for what, settings, staleness, corrected in kinds:
+        seconds: dict[str, list[float]] = {"keep": [], "skip": []}
+        for _ in range(args.floor_repeats):
+            sides = {}
+            for how, measured in seconds.items():
+                update = {"silent_rows": how}
+                sides[how] = run(LabTrainer, folder, args, dead, corrected, "sgd", update=update, **settings)
+                measured.append(sides[how].each[staleness])
+        keep, skip = (median(measured) for measured in seconds.values())
+        rows.append({
+            "rows": what, "updates before": staleness, "silent": sides["keep"].silent[staleness], "keep s": keep,
+            "skip s": skip, "saved": 1 - skip / keep, "movement": relative(sides["skip"].moved, sides["keep"].moved),
+        })  # fmt: skip
+    return rows
 
 
 def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) -> dict[str, Any]:
@@ -125,6 +157,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--floor-repeats", type=int, default=3, help="ours and the floor in turn")
     parser.add_argument("--dead", type=float, nargs="*", default=[0.0, 0.30, 0.62, 0.90])
+    parser.add_argument("--only-silent", action="store_true", help="only the table of rows without a gradient")
     parser.add_argument("--plot", type=Path, help="draw the last table as a picture")
     parser.add_argument("--output", type=Path, help="also write the rows as JSON")
     args = parser.parse_args()
@@ -137,6 +170,10 @@ def arguments() -> argparse.Namespace:
 
 def bench(folder: Path, args: argparse.Namespace, name: str, parameters: int) -> dict[str, Any]:
     """All tables of one model, printed as they come."""
+    if args.only_silent:
+        rows = compare_silent(folder, args, 0)
+        print(f"\n### {name}\n\n{table(rows)}", flush=True)
+        return {"silent": rows}
     groups = args.rows // GROUP
     middle = [round(share * groups) for share in args.dead if 0.5 < share < 0.7]
     rows = [compare(folder, args, round(share * groups), corrected=False) for share in args.dead]
@@ -148,9 +185,11 @@ def bench(folder: Path, args: argparse.Namespace, name: str, parameters: int) ->
         draw(rows, title, args.plot)
     reused = [compare_reused(folder, args, dead) for dead in middle]
     print(f"\ntwo updates with each batch of completions:\n\n{table(reused)}", flush=True)
+    silent = [row for dead in middle for row in compare_silent(folder, args, dead)]
+    print(f"\nrows without a gradient, kept and left out:\n\n{table(silent)}", flush=True)
     for dead in [] if args.quick else middle:
         print(f"\n{further_gain(folder, args, dead)}", flush=True)
-    return {"plain": rows, "corrected": corrected, "reused": reused}
+    return {"plain": rows, "corrected": corrected, "reused": reused, "silent": silent}
 
 
 def main() -> None:

@@ -127,17 +127,22 @@ def peak_mib() -> float:
 
 @dataclass
 class Side:
+    """``each``: seconds of every optimizer step; ``silent``: the share of silent rows in it, where it is logged."""
+
     seconds: float
     peak: float
     gradient: torch.Tensor
     moved: torch.Tensor
     tokens: float
+    each: list[float]
+    silent: list[float]
 
 
 def run(
     kind: type, folder: Path, args: argparse.Namespace, dead: int, corrected: bool, optim: str, **extra: Any
 ) -> Side:
-    """One training run of ``kind``; same seed, rollouts and rewards for every kind."""
+    """One training run of ``kind``; same seed, rollouts and rewards for every kind. None in ``extra`` leaves a setting
+    out."""
     gc.collect()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if args.gpu else torch.float32)
@@ -145,7 +150,8 @@ def run(
     rollouts = Rollouts(args.rows, dead, model.config.vocab_size, sampler)
 
     watch = Watch()
-    trainer = trainer_of(kind, model, rollouts, settings(folder, args, optim) | extra, watch)
+    chosen = {name: value for name, value in (settings(folder, args, optim) | extra).items() if value is not None}
+    trainer = trainer_of(kind, model, rollouts, chosen, watch)
     if corrected:  # log-probs arrive as from vLLM; no engine is needed for what happens after generation
         trainer.use_vllm, trainer._last_loaded_step = True, -1
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
@@ -155,7 +161,8 @@ def run(
     peak = peak_mib()
     assert watch.gradient is not None
     tokens = sum(tokens_computed(trainer, rollouts))
-    return Side(sum(watch.seconds), peak, watch.gradient, flat(model) - start, tokens)
+    silent = [row["update/silent_share"] for row in trainer.state.log_history if "update/silent_share" in row]
+    return Side(sum(watch.seconds), peak, watch.gradient, flat(model) - start, tokens, watch.seconds, silent)
 
 
 def trainer_of(

@@ -93,6 +93,16 @@ CASES = [
     ),
     Case("dr_grpo-off", SPLIT, {"objective": "dr_grpo", "update": "off"}, exact=False),
     Case("dapo-twice-beta", SPLIT, {"objective": "dapo", "beta": 0.04, "num_iterations": 2}, worlds=TWO),
+    *(
+        Case(
+            f"silent-rows-{how}",
+            SPLIT,
+            {"objective": "gspo", "epsilon": 1e-4, "num_iterations": 2, "update": {"silent_rows": how}},
+            worlds=TWO,
+        )
+        for how in ("skip", "keep")
+    ),
+    Case("top-entropy", SPLIT, {"objective": "dapo", "top_entropy_quantile": 0.3, "num_iterations": 2}, worlds=TWO),
     Case("small-bins", SPLIT, {"objective": "dr_grpo", "update": {"max_tokens": 40}}, worlds=TWO),
     Case(
         "shared-prompts-sparse",
