@@ -167,6 +167,7 @@ def test_an_interrupted_order_goes_on() -> None:
     tasks = [0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1]
     made: Any = lambda: MixtureSampler(tasks, tasks, [2, 1], 1, 3, 1, 5)  # noqa: E731
     whole = [list(sampler) for sampler in [made()] for _ in range(3)]
+    assert whole[0] != whole[1]  # rounds are counted over epochs
     sampler = made()
     list(sampler)
     state = sampler.state_dict()
