@@ -69,7 +69,13 @@ TWO_STEPS = {"steps_per_generation": 6}
 STEERED = {"use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_coef_delta": 0.01, "entropy_target": 9.0}
 #: objective (and TRL's loss), and what stands beside it: a bonus is a mean of a rank's micro-batch, so worlds differ
 TRLS: dict[str, dict[str, Any]] = {
-    "grpo-steered": {**STEERED, "off_policy_mask_threshold": 1e-3, "num_iterations": 2, "beta": 0.04},
+    "grpo-steered": {
+        **STEERED,
+        "top_entropy_quantile": 0.5,
+        "off_policy_mask_threshold": 1e-3,
+        "num_iterations": 2,
+        "beta": 0.04,
+    },
     "dapo-bonus": {"entropy_coef": 0.05},
     "luspo": {"importance_sampling_level": "sequence", "learning_rate": 0.01, "num_iterations": 2},
     "vespo": {"learning_rate": 0.02, "num_iterations": 2},

@@ -289,7 +289,7 @@ LOSS_OPTIONS = [
     Case("beta-unweighted", {"beta": 0.1, "use_bias_correction_kl": False, **TWICE}),
     Case("beta-dead-groups", {"beta": 0.1}, rewards(two_level_reward)),
     Case("sync_ref_model", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 4}),
-    Case("top_entropy_quantile", {"top_entropy_quantile": 0.5}, left_to_trl="top_entropy_quantile"),
+    Case("top_entropy_quantile", {"top_entropy_quantile": 0.5}),
     Case("entropy_coef", {"entropy_coef": 0.05, "loss_type": "grpo"}, slow=False),
     Case(
         "adaptive-entropy",

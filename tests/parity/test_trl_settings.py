@@ -69,12 +69,18 @@ SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "entropy bonus": ("dapo", "dapo", {"entropy_coef": 0.05}),
     "steered": ("grpo", "grpo", {**STEERED, "entropy_target": 9.0}),
     "steered, not needed": ("grpo", "grpo", {**STEERED, "entropy_target": 1.0}),
+    "top entropy": ("dapo", "dapo", {"top_entropy_quantile": 0.4}),
+    "all three": (
+        "grpo",
+        "grpo",
+        {**STEERED, "entropy_target": 9.0, "top_entropy_quantile": 0.4, "off_policy_mask_threshold": 1e-3},
+    ),
     "normalize_then_sum": ("grpo", "grpo", {"multi_objective_aggregation": "normalize_then_sum"}),
     "sapo": ("sapo", "sapo", {"sapo_temperature_neg": 2.0}),
     "luspo": ("luspo", "luspo", {"importance_sampling_level": "sequence", "epsilon": 2e-3, "learning_rate": 0.01}),
     "vespo": ("vespo", "vespo", {"vespo_k_pos": 1.5, "learning_rate": 0.02}),
 }
-QUICK = {("steered", "reused, KL"), ("vespo", "sampler"), ("off-policy mask", "sampler")}
+QUICK = {("all three", "reused, KL"), ("vespo", "sampler"), ("off-policy mask", "sampler")}
 CASES = [
     pytest.param(name, way, marks=pytest.mark.not_fast if (name, way) in QUICK else pytest.mark.slow)
     for name in SETTINGS
@@ -116,7 +122,7 @@ def test_beside_an_objective_it_is_trls(name: str, way: str, tiny_folder: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["off-policy mask", "entropy bonus", "steered", "normalize_then_sum", "sapo"])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("luspo", "vespo", "steered, not needed")])
 def test_without_the_setting_it_is_another_run(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     """A test of the test: the setting acts on this data."""
     objective, _, settings = SETTINGS[name]

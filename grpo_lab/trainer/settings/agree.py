@@ -14,9 +14,6 @@ from grpo_lab.trainer.settings.knobs import name_of
 from grpo_lab.trainer.settings.limits import NOT_TRLS
 from grpo_lab.trainer.settings.parse import LabSettings, ObjectiveSettings
 
-#: TRL settings that act inside TRL's own loss only: refused beside ``objective``
-NOT_HONOURED: tuple[str, ...] = ("top_entropy_quantile",)
-
 
 def _loss_type(chosen: ObjectiveSettings, by_task: bool) -> str:
     """Return TRL's ``loss_type`` for an objective of ours: TRL's name for the same loss, or a name that TRL refuses.
@@ -76,12 +73,6 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
     settings, if one of TRL's contradicts ours or has no effect beside them."""
     chosen = ours.objective
     said = _said_of(args, ours)
-    for name in NOT_HONOURED if chosen is not None else ():
-        if getattr(args, name) != knobs.default_of(args, name):
-            raise ValueError(
-                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss, and `objective`={chosen.name!r} "
-                "does not honour it: leave one out"
-            )
     loss_type = None
     if chosen is not None:
         loss_type = _loss_type(chosen, any(task.has_own_loss for task in ours.tasks.values()))

@@ -264,8 +264,6 @@ def _why_trl(args: Any) -> str | None:
     """Return the first TRL setting that only TRL's own loss honours, or ``None``."""
     if args.loss_type not in LOSS_TYPES:
         return f"loss_type={args.loss_type!r}"
-    if args.top_entropy_quantile < 1.0:
-        return f"top_entropy_quantile={args.top_entropy_quantile}"
     end = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     reads = "delta" in knobs.flat_settings(SURROGATES[preset(args.loss_type).surrogate])
     if reads and args.delta is not None and args.delta > 0 and not end < args.delta < math.inf:

@@ -21,6 +21,11 @@ from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.trainer.settings.algorithm import entropy_bonus
 
 
+def bonus_tokens(kept: Tensor) -> Tensor:
+    """Return float ``[B]``: for each row of a micro-batch the tokens that its bonus is the mean of."""
+    return kept.sum().clamp(min=1).float().repeat(kept.size(0))
+
+
 class EntropyOfStep:
     """Adds the bonus to the losses of an optimizer step, and measures the step's entropy and policy loss."""
 
@@ -42,14 +47,13 @@ class EntropyOfStep:
         self._policy_loss: Tensor | None = None
 
     def counted(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the micro-batches with the number of tokens that the bonus is the mean of, on each row."""
+        """Return the micro-batches with the number of tokens that the bonus is the mean of, on each row. Where tokens
+        are chosen, the look counts again."""
         if self.bonus is None:
             return window
         marked = [dict(batch) for batch in window]
         for batch in marked:
-            mask = loss_mask(batch)
-            tokens = mask.sum().clamp(min=1).float()
-            Carried(batch).bonus_tokens = tokens.repeat(mask.size(0))
+            Carried(batch).bonus_tokens = bonus_tokens(loss_mask(batch))
         return marked
 
     def added(self, policy_loss: Tensor, batch: TokenBatch, denominators: Denominators) -> Tensor:
@@ -63,7 +67,7 @@ class EntropyOfStep:
         if coefficient == 0:
             return policy_loss
         tokens = Carried(dict(batch.extras)).bonus_tokens
-        tokens = kept.sum().clamp(min=1) if tokens is None else tokens.unsqueeze(1)
+        tokens = (bonus_tokens(kept) if tokens is None else tokens).unsqueeze(1)
         return policy_loss + bonus.loss(batch, replace(denominators, micro_batch_tokens=tokens), coefficient)
 
     def _coefficient(self, bonus: EntropyBonus) -> float:

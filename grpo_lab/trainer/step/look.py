@@ -33,6 +33,7 @@ from grpo_lab.trainer.metrics.book import Origin
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.row_table import CHOSEN, Carried
+from grpo_lab.trainer.step.entropy import bonus_tokens
 from grpo_lab.trainer.step.exchange import Forwarded
 from grpo_lab.trainer.step.micro_batch import of_rows, token_batch, token_loss, with_choices, with_group_tokens
 from grpo_lab.trainer.step.row_numbers import StepRows
@@ -100,6 +101,8 @@ def look(
         came = flags.numel() - own.numel()
         numbers = replace(numbers, silent=flags.cpu().bool(), bytes_received=numbers.bytes_received + came)
     table = step.table.with_fields(dict(carried.fields))
+    if trainer.exact_update.entropy.bonus is not None:
+        Carried(table.fields).bonus_tokens = torch.cat([bonus_tokens(kept_tokens(one)) for one in batches])
     bonus = Carried(table.fields)
     if bonus.bonus_tokens is not None:  # the bonus is a mean over the chosen tokens
         kept = [kept_tokens(one).sum().clamp(min=1).float() for one in batches]

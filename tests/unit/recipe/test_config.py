@@ -13,7 +13,7 @@ from trl import GRPOConfig, TrlParser
 
 from grpo_lab import LabConfig
 from grpo_lab.advantages.whole_table import GDPO
-from grpo_lab.objectives import AdaptiveEntropy, Clipped, EntropyBonus, GammaWeight, OffPolicyMask, SoftGate
+from grpo_lab.objectives import AdaptiveEntropy, Clipped, EntropyBonus, GammaWeight, OffPolicyMask, SoftGate, TopEntropy
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
 
 
@@ -182,13 +182,14 @@ def test_refused(name: str) -> None:
 
 def test_trls_settings_of_the_loss_make_parts_beside_an_objective_and_without() -> None:
     """Once refused beside `objective`."""
-    gates = {"off_policy_mask_threshold": 0.5}
+    gates = {"off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.2}
     steered = {"use_adaptive_entropy": True, "entropy_target": 0.5, "entropy_coef_delta": 0.1, "entropy_coef_max": 0.3}
     for name in ({"objective": "grpo"}, {"loss_type": "grpo"}):
         found = config(**name, **gates, entropy_coef=0.01).algorithm
-        assert found.objective.gates == (OffPolicyMask(0.5),)
+        assert found.objective.gates == (OffPolicyMask(0.5), TopEntropy(0.2))
         assert found.objective.entropy == EntropyBonus(0.01)
-        assert (found.names["gates"], found.names["entropy"]) == ("OffPolicyMask(threshold=0.5)", "entropy_coef=0.01")
+        assert found.names["gates"] == "OffPolicyMask(threshold=0.5), TopEntropy"
+        assert found.names["entropy"] == "entropy_coef=0.01"
         bonus = config(**name, **steered).algorithm.objective.entropy
         assert bonus == EntropyBonus(0.0, AdaptiveEntropy(0.5, 0.1, 0.0, 0.3))
 
