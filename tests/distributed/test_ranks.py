@@ -114,7 +114,9 @@ def test_trls_settings_beside_an_objective_are_trls(name: str, worlds: dict[int,
     print(f"{name}: weights differ by {gap:.1e}, training moved them {moved:.1e}")
     assert gap <= 1e-6
     assert gap / moved <= rounding(stock, start, steps=4)
-    logged = [[row.get("entropy_coef") for row in worlds[2].steps(f"trls-{name}{kind}")] for kind in ("", "-stock")]
+    logged = [
+        [row.get("entropy_coef", 0.0) for row in worlds[2].steps(f"trls-{name}{kind}")] for kind in ("", "-stock")
+    ]
     assert logged[0] == pytest.approx(logged[1], rel=1e-6)
 
 
