@@ -65,6 +65,7 @@ class Case:
 
 
 OBJECTIVES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
+CHOOSES = {"name": "dapo", "surrogate": "parity.test_silent_rows:TopEntropy"}
 TWO_STEPS = {"steps_per_generation": 6}
 STEERED = {"use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_coef_delta": 0.01, "entropy_target": 9.0}
 #: objective (and TRL's loss), and what stands beside it: a bonus is a mean of a rank's micro-batch, so worlds differ
@@ -108,7 +109,14 @@ CASES = [
         )
         for how in ("skip", "keep")
     ),
-    Case("top-entropy", SPLIT, {"objective": "dapo", "top_entropy_quantile": 0.3, "num_iterations": 2}, worlds=TWO),
+    Case("trls-chosen-tokens", SPLIT, {"objective": CHOOSES, "num_iterations": 2}, worlds=TWO, per_world=True),
+    Case(
+        "trls-chosen-tokens-stock",
+        SPLIT,
+        {"loss_type": "dapo", "top_entropy_quantile": 0.3, "num_iterations": 2},
+        worlds=TWO,
+        stock=True,
+    ),
     Case("small-bins", SPLIT, {"objective": "dr_grpo", "update": {"max_tokens": 40}}, worlds=TWO),
     Case(
         "shared-prompts-sparse",

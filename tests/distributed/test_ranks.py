@@ -105,7 +105,7 @@ def test_exact_equals_off_where_the_rows_of_a_step_depend_on_the_world(
     assert all(row["update/computed_share"] == 1 for row in worlds[processes].steps(names[1]))
 
 
-@pytest.mark.parametrize("name", list(TRLS))
+@pytest.mark.parametrize("name", [*TRLS, "chosen-tokens"])
 def test_trls_settings_beside_an_objective_are_trls(name: str, worlds: dict[int, World], tiny_folder: Path) -> None:
     """On two ranks, each against stock TRL in the same world; the coefficient that TRL logs, too."""
     ours, stock = (worlds[2].weights(f"trls-{name}{kind}") for kind in ("", "-stock"))
