@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -35,6 +36,8 @@ from grpo_lab.settings import Named, Positive, Switch, Whole, must_be, one_of, r
 
 KEPT = ("metrics.jsonl", "evaluation/before/summary.json", "evaluation/after/summary.json")
 """Files in a cell's folder that columns and curves are read from."""
+IMPORTS = ("grpo_lab.pipelines.train", "grpo_lab.trainer.lab_trainer", "transformers.models.qwen2.modeling_qwen2")
+"""Modules that a cell needs, and the model of the labs that ship."""
 
 
 @settings()
@@ -46,6 +49,8 @@ class LabFile:
         recipe: the recipe of ``grpo-lab train``: a path beside the file, or one below ``recipes/``.
         arms: name → changes of the recipe (keys may be dotted), or ``module:function``, which returns them from the
             arm's name, the seed and the options (``options.start``: the path of the start model).
+        conditions: name → changes of the recipe. Every arm is then run in each of them, as the arm ``arm, condition``,
+            whose changes are added to those of ``arm``.
         columns: title → number in the table: a place in the evaluation's ``summary.json``
             (``greedy.mean_length_correct``); ``mean.METRIC`` or ``last.METRIC``, a logged metric's mean over all steps
             or the last quarter of them; or ``module:function``, which computes the number from the ``EvaluationResult``
@@ -55,6 +60,8 @@ class LabFile:
             points (tokens, value) from the log.
         panels: draw the arm ``a, b`` as line b of the panel a.
         settings: changes of every arm, and of the cold start; ``seeded``: settings that get the seed, besides ``seed``.
+        report: ``module:function``, called with records and options in place of our own report; it returns the text to
+            print, and writes table and figures into ``options.folder``.
         pairs: two arms each, whose first columns are subtracted, seed by seed; ``seeds``: the default seeds.
         compared_by: title of a column, a share, for which the lab says how many seeds a difference needs.
         start: the model that all arms begin from; None: the recipe's cold start, made once.
@@ -66,11 +73,13 @@ class LabFile:
     about: str
     recipe: str
     arms: Mapping[str, Annotated[Mapping[str, Any] | Named, must_be("changes of the recipe, or 'module:function'")]]
+    conditions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=lambda: {"accuracy": "greedy.accuracy.value"})
     curves: Mapping[str, str] = field(default_factory=dict)
     panels: Switch = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     seeded: tuple[str, ...] = ("data.seed",)
+    report: Named | None = None
     pairs: tuple[tuple[str, str], ...] = ()
     seeds: tuple[Whole, ...] = (0, 1, 2)
     compared_by: str = "accuracy"
@@ -81,12 +90,21 @@ class LabFile:
     def __post_init__(self) -> None:
         if not self.arms or not self.seeds:
             raise ValueError("`arms` and `seeds` need at least one entry each")
-        if len({record_file(Path(), arm, 0).parts[:-1] for arm in self.arms if "/" not in arm}) < len(self.arms):
-            raise ValueError(f"`arms` has {[*self.arms]}: names that differ as folders are needed, without a slash")
-        for arm in (arm for pair in self.pairs for arm in pair if arm not in self.arms):
-            raise ValueError(f"`pairs` has {arm!r}{one_of(arm, self.arms)}")
+        cells = self.cells
+        if len({record_file(Path(), arm, 0).parts[:-1] for arm in cells if "/" not in arm}) < len(cells):
+            raise ValueError(f"`arms` has {[*cells]}: names that differ as folders are needed, without a slash")
+        for arm in (arm for pair in self.pairs for arm in pair if arm not in cells):
+            raise ValueError(f"`pairs` has {arm!r}{one_of(arm, cells)}")
         if self.compared_by not in self.columns:
             raise ValueError(f"`compared_by` is {self.compared_by!r}{one_of(self.compared_by, self.columns)}")
+
+    @property
+    def cells(self) -> Mapping[str, tuple[Mapping[str, Any] | str, Mapping[str, Any]]]:
+        """Return each arm, in every condition, with the changes of both: a cell for each seed."""
+        if not self.conditions:
+            return {arm: (changes, {}) for arm, changes in self.arms.items()}
+        both = product(self.arms.items(), self.conditions.items())
+        return {f"{arm}, {condition}": (changes, more) for (arm, changes), (condition, more) in both}
 
 
 @dataclass(frozen=True)
@@ -110,7 +128,8 @@ class Arms:
         how |= {"settings": self.settings, "check": self.check, "start": self.start_folder}
         how |= {"kept": KEPT, "read": self.read_anew, "odd": partial(not_logged, self.said.columns, self.said.curves)}
         how["result"] = lambda record: record["after"][self.said.compared_by]
-        return Experiment([*self.said.arms], self.run, self.report, **how)
+        how["imports"] = IMPORTS
+        return Experiment([*self.said.cells], self.run, self.report, **how)
 
     def recipe(self, options: Options) -> Path:
         name = options.recipe or self.said.recipe
@@ -155,7 +174,7 @@ class Arms:
         try:
             changes = self.changes(arm, seed, options)
         except (OSError, ValueError):
-            if isinstance(self.said.arms[arm], str):
+            if isinstance(self.said.cells[arm][0], str):
                 return None
             raise
         recipe = numbers_read(self.with_changes(options, {**changes, "seed": seed}))
@@ -182,7 +201,7 @@ class Arms:
         if self.said.prepare:
             load_named(self.said.prepare, "prepare")
         for arm in arms:
-            if isinstance(changes := self.said.arms[arm], str):
+            if isinstance(changes := self.said.cells[arm][0], str):
                 load_named(changes, f"arms.{arm}")  # loaded, not called: it may read what `prepare` makes
             else:
                 recipe = self.with_changes(options, {**self.changes(arm, self.said.seeds[0], options), "name": arm})
@@ -233,11 +252,12 @@ class Arms:
 
     def changes(self, arm: str, seed: int, options: Options) -> dict[str, Any]:
         """Return the arm's changes of the recipe with this seed, without those of ``--set``."""
-        of_arm: Any = self.said.arms[arm]
+        of_arm: Any
+        of_arm, of_condition = self.said.cells[arm]
         if isinstance(of_arm, str):
             of_arm = load_named(of_arm, f"arms.{arm}")(arm, seed, options)
         every = deepcopy(dict(self.said.settings))  # copied: dotted keys of an arm change it
-        return {"disable_tqdm": True, **every, **of_arm, **dict.fromkeys(self.said.seeded, seed)}
+        return {"disable_tqdm": True, **every, **of_arm, **of_condition, **dict.fromkeys(self.said.seeded, seed)}
 
     def curve(self, title: str, name: str, log: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[float, float]]:
         if ":" in name:
@@ -268,7 +288,9 @@ class Arms:
         return found
 
     def report(self, found: Found, options: Options) -> str:
-        """Write ``table.md`` and ``curves.png``; return the text to print."""
+        """Write ``table.md`` and ``curves.png``; return the text to print. Or what the lab's own ``report`` does."""
+        if self.said.report:
+            return str(load_named(self.said.report, "report")(found, options))
         name = next(iter(next(iter(found.values()))[0]["after"]))
         panels = over_tokens(found, self.said.curves)
         lines = [table(found), "", at_equal_tokens(panels), ""]

@@ -8,26 +8,25 @@ experiment that is broken off can still be compared. The table has only cells wi
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import math
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from grpo_lab.evaluation.power import power_said
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.cells import Found, LabCell, Record, seeds_recorded
 from grpo_lab.labs.cells import record_file as record_file
+from grpo_lab.labs.forks import LOCKED, CellForks
 from grpo_lab.recipe.yaml import parsed
-from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.visible import print_errors_visibly
 
 Options = argparse.Namespace
@@ -57,6 +56,7 @@ class Experiment:
         report: records and options → the text to print; writes its files into ``options.folder``.
         prepare: makes what the cells begin from, before the first of them.
         seeds: the default seeds of ``grpo-lab lab``.
+        imports: modules that cells need, imported once for each of ``--jobs``.
         in_process: cells are short and train nothing, so they run one after the other in this process.
         result: a record → the share that arms are compared by. How many seeds that needs is printed before the cells
             run, and beside the report. None: arms are not compared by a share.
@@ -75,6 +75,7 @@ class Experiment:
     report: Callable[[Found, Options], str]
     prepare: Callable[[Options], object] = lambda options: None
     seeds: Sequence[int] = (0, 1, 2)
+    imports: Sequence[str] = ()
     in_process: bool = False
     result: Callable[[Record], float] | None = None
     problems: Callable[[Options], int | None] = lambda options: None
@@ -192,8 +193,11 @@ def _run(experiment: Experiment, cells: Sequence[LabCell], options: Options) -> 
         return []
     failed = list[str]()
     done = list[Path]()
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for cell, why in zip(cells, pool.map(_in_own_process, cells), strict=True):
+    idle = SimpleQueue[CellForks]()
+    with ExitStack() as stack, ThreadPoolExecutor(options.jobs) as pool:
+        for _ in range(min(options.jobs, len(cells))):
+            idle.put(stack.enter_context(CellForks(experiment.imports)))
+        for cell, why in zip(cells, pool.map(partial(_in_own_process, idle), cells), strict=True):
             if why:
                 failed.append(why)
                 continue
@@ -250,27 +254,25 @@ def _run_cell(experiment: Experiment, cell: LabCell, options: Options) -> None:
 
 
 def program() -> list[str]:
-    """Return the command that started this process, without its arguments. A script is named by its path, a package
-    (``python -m``) by its name: as a script, its ``__main__.py`` would find the package's modules in place of
-    others."""
+    """Return the program that started this process: a script's path, or ``-m`` and a package. Its ``__main__.py``, as a
+    script, would find the package's modules in place of others."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return [sys.executable, *(sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")])]
+    if spec is None:
+        return sys.argv[:1]
+    return ["-m", spec.name.removesuffix(".__main__")]
 
 
-def _in_own_process(cell: LabCell) -> str | None:
-    """Run a cell in its own process. Return why it has no record then, None if it has one. The cell's log is locked."""
+def _in_own_process(idle: SimpleQueue[CellForks], cell: LabCell) -> str | None:
+    """Run a cell in its own process, a fork of an ``idle`` one. Return why it has no record then, None if it has
+    one."""
     print(f"{cell.name} ... ({_shortened(cell.due())}; {cell.log})", flush=True)
-    command = [*program(), *sys.argv[1:], "--run-one", cell.arm, str(cell.seed)]
-    ends_with_this = partial(die_with_parent, signal.SIGTERM)
-    with cell.log.open("a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the cell's process inherits it
-        except BlockingIOError:
-            return f"{cell.name}: another process works on it, and writes {cell.log}"
-        except OSError:
-            pass  # a file system without locks
-        how: Any = {"stdout": file, "stderr": subprocess.STDOUT, "preexec_fn": ends_with_this}
-        code = subprocess.run(command, check=False, **how).returncode
+    forks = idle.get()
+    try:
+        code = forks.run(program(), [*sys.argv[1:], "--run-one", cell.arm, str(cell.seed)], cell.log)
+    finally:
+        idle.put(forks)
+    if code == LOCKED:
+        return f"{cell.name}: another process works on it, and writes {cell.log}"
     if code or cell.due():
         return f"{cell.name}: exit code {code}, see {cell.log}"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from grpo_lab.labs.experiment import program, record_file
+from grpo_lab.labs.forks import LOCKED, CellForks
 from grpo_lab.labs.tables import spread, table
 from grpo_lab.visible import print_errors_visibly
 
@@ -86,11 +88,33 @@ def test_a_cell_is_started_as_its_experiment_was(monkeypatch: pytest.MonkeyPatch
     main = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/grpo-lab", "lab", "bias"])
-    assert program() == [sys.executable, "/somewhere/bin/grpo-lab"]
+    assert program() == ["/somewhere/bin/grpo-lab"]
     main.__spec__ = ModuleSpec("grpo_lab.__main__", None)
-    assert program() == [sys.executable, "-m", "grpo_lab"]
+    assert program() == ["-m", "grpo_lab"]
     main.__spec__ = ModuleSpec("scripts.lab_smoke", None)
-    assert program() == [sys.executable, "-m", "scripts.lab_smoke"]
+    assert program() == ["-m", "scripts.lab_smoke"]
+
+
+def test_forks_run_a_program_as_a_process_of_its_own_does(tmp_path: Path) -> None:
+    """Its words, streams, exit code and main module; what one fork changes, the next does not see."""
+    script, log = tmp_path / "program.py", tmp_path / "log"
+    script.write_text(
+        "import json, sys, os\n"
+        "assert __name__ == '__main__' and not hasattr(json, 'mine')\n"
+        "json.mine = True\n"
+        "print(sys.argv[1:], sys.stdin.read(), os.getpid())\n"
+        "sys.exit(int(sys.argv[1]))\n"
+    )
+    with CellForks(["json"]) as forks:
+        assert [forks.run([str(script)], [code, "b c"], log) for code in ("0", "3")] == [0, 3]
+        assert forks.run([str(script)], ["no number"], log) == 1
+        with log.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert forks.run([str(script)], ["0"], log) == LOCKED
+    lines = log.read_text().splitlines()
+    assert [line.rpartition(" ")[0].strip() for line in lines[:2]] == ["['0', 'b c']", "['3', 'b c']"]
+    assert len({line.rpartition(" ")[2] for line in lines[:2]}) == 2
+    assert lines[-1].startswith("ValueError: invalid literal for int()")
 
 
 def test_an_error_that_nobody_caught_is_printed_visibly(capsys: pytest.CaptureFixture[str]) -> None:

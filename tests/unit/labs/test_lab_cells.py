@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def lab_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     options = words(tmp_path / "out", seeds=[0])
     for arm, entropy in {"a": 0.5, "b": 0.25}.items():
         trained(Arms.read(str(file)), options, arm, 0, entropy)
-    monkeypatch.setattr(experiment.subprocess, "run", None)
+    monkeypatch.setattr(experiment, "CellForks", None)
     return file
 
 
@@ -202,7 +203,10 @@ def test_it_is_said_after_the_first_cell(tmp_path: Path, capsys: pytest.CaptureF
 
     one = experiment.Experiment(["a", "b"], lambda *_: {}, lambda *_: "", odd=odd)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "_in_own_process", lambda cell: None if cell.arm == "b" else f"{cell.name}: failed")
+        patch.setattr(experiment, "CellForks", lambda imports: nullcontext())
+        patch.setattr(
+            experiment, "_in_own_process", lambda _, cell: None if cell.arm == "b" else f"{cell.name}: failed"
+        )
         options = words(tmp_path, seeds=[0, 1])
         assert experiment._run(one, experiment._cells(one, ["a", "b"], options), options) == [
             "a, seed 0: failed",

@@ -1,0 +1,138 @@
+"""The court's report: losses beside each other, by staleness and mismatch of the sampler (recipes/lab/court).
+
+What counts as a difference and as a collapse was written down before the first cell: recipes/lab/court/README.md. Arms
+are called ``loss, condition``; a condition is ``k old``, or ``k old, bf16``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from grpo_lab.evaluation.result import EvaluationResult
+from grpo_lab.evaluation.statistics import half_width_over_seeds
+from grpo_lab.io import write_whole_text
+from grpo_lab.labs.cells import Found
+from grpo_lab.labs.experiment import Options
+from grpo_lab.labs.tables import COLOURS, markdown
+
+REFERENCE = "grpo"
+"""Loss that the others are compared with."""
+FRESH, OLDEST = "0 old", "4 old"
+ROUNDED = ", bf16"
+ACCURACY, MOST = "pass@1", "pass@16"
+Values = Mapping[int, float]
+"""Seed → number."""
+
+
+def collapsed(result: EvaluationResult | None, log: Sequence[Mapping[str, Any]]) -> float:
+    """Return 1 if the cell collapsed, else 0: the samples of the last quarter of its steps are right less often than
+    those of the first batch, which the start made, or the training ended in numbers that are not finite."""
+    rewards = [row["rewards/accuracy_reward/mean"] for row in log if "rewards/accuracy_reward/mean" in row]
+    if not rewards or not all(map(math.isfinite, rewards)):
+        return 1.0
+    return float(fmean(rewards[-max(1, len(rewards) // 4) :]) < rewards[0])
+
+
+def report(found: Found, options: Options) -> str:
+    """Write ``table.md`` and ``curves.png``; return the text to print."""
+    losses = list(dict.fromkeys(arm.split(", ", 1)[0] for arm in found))
+    conditions = list(dict.fromkeys(arm.split(", ", 1)[1] for arm in found))
+    text = "\n".join([table(found, losses, conditions), "", *comparisons(found, losses, conditions)])
+    write_whole_text(options.folder / "table.md", f"{text}\n")
+    draw(found, losses, conditions, options.folder / "curves.png")
+    return text
+
+
+def values(found: Found, loss: str, condition: str, name: str) -> Values:
+    """Return the numbers ``name`` of a cell's runs: seed → number."""
+    return {run["seed"]: run["after"][name] for run in found.get(f"{loss}, {condition}", [])}
+
+
+def interval(numbers: Sequence[float], form: str = ".3f") -> str:
+    """Format the mean with half of its 95% interval over seeds, if there are two."""
+    if not numbers:
+        return "–"
+    half = half_width_over_seeds(numbers)
+    return f"{fmean(numbers):{form}}" + ("" if half is None else f" ± {half:{form.lstrip('+')}}")
+
+
+def table(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> str:
+    """Make a table of pass@1, pass@16 and collapses: a row a loss, a column a condition."""
+    rows = []
+    for loss in losses:
+        seeds = max(len(values(found, loss, condition, ACCURACY)) for condition in conditions)
+        cells = []
+        for condition in conditions:
+            ones, many, falls = (
+                [*values(found, loss, condition, name).values()] for name in (ACCURACY, MOST, "collapsed")
+            )
+            cells.append(f"{interval(ones)}; {fmean(many):.2f}; {int(sum(falls))}" if ones else "–")
+        rows.append([loss, str(seeds), *cells])
+    heads = [f"{condition}: {ACCURACY}; {MOST}; collapses" for condition in conditions]
+    return markdown(["loss", "seeds", *heads], rows)
+
+
+def paired(one: Values, other: Values) -> list[float]:
+    return [one[seed] - other[seed] for seed in one if seed in other]
+
+
+def comparisons(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> list[str]:
+    """Return the planned comparisons in points of pass@1, seed by seed: each a mean ± its 95% interval."""
+
+    def over(kept: Sequence[str], loss: str) -> Values:
+        of = [values(found, loss, condition, ACCURACY) for condition in kept]
+        seeds = set.intersection(*(set(one) for one in of)) if of else set()
+        return {seed: 100 * fmean(one[seed] for one in of) for seed in sorted(seeds)}
+
+    exact = [condition for condition in conditions if not condition.endswith(ROUNDED)]
+    rounded = [condition for condition in conditions if condition.endswith(ROUNDED)]
+    stale = [condition for condition in conditions if condition.startswith(OLDEST)]
+    fresh = [condition for condition in conditions if condition.startswith(FRESH)]
+    heads = ["loss", f"{OLDEST} − {FRESH}", "bf16 − none", f"− {REFERENCE}, {FRESH}", f"− {REFERENCE}, {OLDEST}"]
+    rows = []
+    for loss in losses:
+        pairs = [
+            (over(stale, loss), over(fresh, loss)),
+            (over(rounded, loss), over(exact, loss)),
+            (over(fresh, loss), over(fresh, REFERENCE)),
+            (over(stale, loss), over(stale, REFERENCE)),
+        ]
+        cells = [interval(paired(*pair), "+.1f") for pair in pairs]
+        if loss == REFERENCE:
+            cells[2:] = ["", ""]
+        rows.append([loss, *cells])
+    return ["Points of pass@1, seed by seed:", "", markdown(heads, rows)]
+
+
+def draw(found: Found, losses: Sequence[str], conditions: Sequence[str], path: Path) -> None:
+    """Draw pass@1 over staleness, a panel for each kind of mismatch, a line for each loss with its 95% intervals."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print(f"no figure {path}: matplotlib is not installed (pip install 'grpo_lab[figures]')")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 1, figsize=(9.6, 8.4), sharex=True, sharey=True)
+    for axis, (title, rounded) in zip(axes, (("exact sampler", False), ("sampler rounded to bf16", True)), strict=True):
+        shown = [condition for condition in conditions if condition.endswith(ROUNDED) is rounded]
+        for at, (loss, colour, mark) in enumerate(zip(losses, cycle(COLOURS), cycle("osD^vPX"), strict=False)):
+            points = [[*values(found, loss, condition, ACCURACY).values()] for condition in shown]
+            places = [place + (at - len(losses) / 2) * 0.8 / len(losses) for place, one in enumerate(points) if one]
+            means = [fmean(one) for one in points if one]
+            halves = [half_width_over_seeds(one) or 0.0 for one in points if one]
+            how: Any = {"color": colour, "marker": mark, "markersize": 5, "linewidth": 0.6, "elinewidth": 1.2}
+            axis.errorbar(places, means, yerr=halves, label=loss, capsize=2, **how)
+        axis.set(title=title, ylabel=ACCURACY, xticks=range(len(shown)))
+        axis.set_xticklabels([f"{condition.split(' ')[0]} batches old" for condition in shown])
+        axis.grid(alpha=0.25, axis="y")
+    axes[0].legend(fontsize=8, frameon=False, ncols=1, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,116 @@
+"""A sampler that is behind the policy: it holds weights of some generation batches before, and may round them.
+
+    batch n of staleness k      is sampled by the policy as it was when batch n − k began (the first k by the start)
+    rounded                     weights and logits of the sampler are bfloat16 numbers; all else stays as it is
+    what the batch carries      the log-probs of its tokens under those weights, as an engine reports them
+
+A recipe asks for it by its ``trainer``, `OldWeightsTrainer` or `RatioToSampler`, and by the callback `OldWeights`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from grpo_lab.engines.forward import forward_logprobs
+from grpo_lab.settings import Count, Positive
+from grpo_lab.trainer.lab_trainer import LabTrainer
+from grpo_lab.trainer.row_table import Carried
+
+
+class OldWeights(TrainerCallback):  # type: ignore[misc]
+    """The weights that sample, as a callback of a recipe.
+
+    Args:
+        batches: staleness k, in generation batches.
+        rounded: whether the sampler computes with weights and logits that are rounded to bfloat16.
+        tokens: the training stops after the step in which so many tokens have been generated; None: it does not.
+    """
+
+    def __init__(self, batches: Count = 0, rounded: bool = False, tokens: Positive | None = None) -> None:
+        self.batches = batches
+        self.rounded = rounded
+        self.tokens = tokens
+        self._forget()
+
+    def _forget(self) -> None:
+        self.generated = 0
+        self._kept = deque[dict[str, Tensor]](maxlen=self.batches + 1)
+        self._step: int | None = None
+
+    @property
+    def differ(self) -> bool:
+        """Return whether the sampler's weights are others than the policy's."""
+        return self.batches > 0 or self.rounded
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._forget()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.tokens is not None and self.generated >= self.tokens:
+            control.should_training_stop = True
+
+    @contextmanager
+    def in_place(self, model: Any, step: int) -> Iterator[None]:
+        """Give ``model`` the sampler's weights inside the block. The first call at a ``step`` of the policy keeps the
+        policy's weights for later batches."""
+        policy = {name: weight.data for name, weight in model.named_parameters()}
+        if step != self._step:
+            self._kept.append({name: weight.clone() for name, weight in policy.items()})
+            self._step = step
+        head = model.get_output_embeddings().register_forward_hook(self._rounded_logits)
+        for name, weight in model.named_parameters():
+            weight.data = self._as_sampled(self._kept[0][name])
+        try:
+            yield
+        finally:
+            head.remove()
+            for name, weight in model.named_parameters():
+                weight.data = policy[name]
+
+    def _as_sampled(self, weight: Tensor) -> Tensor:
+        if self.rounded:
+            return weight.bfloat16().to(weight.dtype)
+        return weight
+
+    def _rounded_logits(self, _module: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
+        return self._as_sampled(logits)
+
+
+class OldWeightsTrainer(LabTrainer):
+    """Trainer whose completions are sampled by the weights of its `OldWeights`. With the policy's own weights it is
+    `LabTrainer` to the bit."""
+
+    def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
+        sampler = next(one for one in self.callback_handler.callbacks if isinstance(one, OldWeights))
+        training = self._mode() == "train"
+        if not (training and sampler.differ):
+            generated = super()._generate_single_turn(prompt_ids, *rest, **options)
+        else:
+            model = self.accelerator.unwrap_model(self.model)
+            with sampler.in_place(model, self.state.global_step), torch.no_grad():
+                completion_ids, _ = super()._generate_single_turn(prompt_ids, *rest, **options)
+                generated = completion_ids, forward_logprobs(model, prompt_ids, completion_ids)
+        if training:
+            sampler.generated += sum(map(len, generated[0]))
+        return generated
+
+
+class RatioToSampler(OldWeightsTrainer):
+    """`OldWeightsTrainer` whose importance ratio is π_θ/π_sampler, as papers define π_old, so that clips and trust
+    regions are around the policy that sampled. Without it the ratio is to the policy before the batch's first update,
+    and the way from the sampler to there is the ``correction``'s."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        carried = Carried(batch)
+        if carried.behaviour_logps is not None:
+            carried.proximal_logps = carried.behaviour_logps
+            carried.as_generated = None
+        return batch
