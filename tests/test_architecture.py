@@ -67,11 +67,11 @@ HEAVY = {"trl", "transformers", "vllm", "math_verify", "deepspeed", "peft"}
 """Never at the top of a module outside the trainer, pipelines, evaluation and command line: loaded where they are
 needed."""
 MAY_LOAD_HEAVY = {"trainer", "recipe", "runs", "pipelines", "evaluation", "cli"}
-MADE_OF_HEAVY = {"engines/compiled.py", "engines/generate.py"}
+MADE_OF_HEAVY = {"engines/compiled.py", "engines/generate.py", "labs/old_weights.py"}
 """Files that derive from a class of such a package; whoever needs one loads it where it is needed."""
 HANDLERS = {"signals.py", "sandbox/fork_server.py", "sandbox/jail.py"}
 """The files that install a handler of signals: everybody else asks ``grpo_lab.signals``."""
-APPEND = {"io.py", "curation/pass_rate.py", "labs/experiment.py"}
+APPEND = {"io.py", "curation/pass_rate.py", "labs/forks.py"}
 """The files that open a file to append: samples and what is written by ``io``, which cuts a torn end off, and a cell's
 log, which nobody reads as rows."""
 LIGHT = (

@@ -106,6 +106,17 @@ class LabFile:
         both = product(self.arms.items(), self.conditions.items())
         return {f"{arm}, {condition}": (changes, more) for (arm, changes), (condition, more) in both}
 
+    def once(self, cells: Iterable[str]) -> list[str]:
+        """Return those of ``cells`` in which an arm's changes, or a condition's, stand for the first time."""
+        seen = set[int]()
+        found = []
+        for cell in cells:
+            both = {*map(id, self.cells[cell])}
+            if not both <= seen or not self.conditions:
+                found.append(cell)
+            seen |= both
+        return found
+
 
 @dataclass(frozen=True)
 class Arms:
@@ -200,7 +211,7 @@ class Arms:
             raise ValueError(NOTHING_TO_SHARE)
         if self.said.prepare:
             load_named(self.said.prepare, "prepare")
-        for arm in arms:
+        for arm in self.said.once(arms):
             if isinstance(changes := self.said.cells[arm][0], str):
                 load_named(changes, f"arms.{arm}")  # loaded, not called: it may read what `prepare` makes
             else:
@@ -212,7 +223,7 @@ class Arms:
                     jobs[arm] = Job.resolve(recipe, lab_config(recipe), here_only=True, cold_start=not jobs)
                 except ValueError as error:
                     raise ValueError(f"arm {arm!r}: {error}") from error
-        check_shown(self.said.columns, self.said.curves, jobs, known_later=len(jobs) < len(arms))
+        check_shown(self.said.columns, self.said.curves, jobs, known_later=len(jobs) < len(self.said.once(arms)))
         made = f"the recipe's cold start, in {self.own_start(options)}"
         return {"lab": self.said.about, "recipe": str(self.recipe(options)), "start": given or made}
 

@@ -37,18 +37,16 @@ SMALLER = [word for key, value in TINY.items() for word in ("--set", key, value)
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A script's ``main``, with words."""
 
-    stock = subprocess.run
-
-    def cell(command: list[str], *rest: Any, **how: Any) -> subprocess.CompletedProcess[Any]:
-        if "--run-one" not in command:  # matplotlib asks for fonts, the first time on a machine
-            return stock(command, *rest, **how)
-        done = forked.run(command[1:])
-        how["stdout"].write(done.stdout + done.stderr)
-        return done
+    class Forks:
+        @staticmethod
+        def run(program: Sequence[str], words: Sequence[str], log: Path) -> int:
+            done = forked.run([*program, *words])
+            log.write_text(done.stdout + done.stderr)
+            return done.returncode
 
     def main(script: ModuleType, *words: str, smaller: Sequence[str] = SMALLER) -> Any:
-        monkeypatch.setattr(experiment.subprocess, "run", cell)
-        monkeypatch.setattr(experiment, "program", lambda: [sys.executable, str(script.__file__)])
+        monkeypatch.setattr(experiment, "CellForks", lambda imports: contextlib.nullcontext(Forks()))
+        monkeypatch.setattr(experiment, "program", lambda: [str(script.__file__)])
         monkeypatch.setattr(sys, "argv", [str(script.__file__), *words, *smaller])
         return script.main()
 
@@ -109,6 +107,7 @@ def test_a_lab_in_small(run: Any, console: ModuleType, tmp_path: Path) -> None:
         ("objective", ["mirror descent, reset", "Dr.GRPO"]),
         ("sorting", ["inclusion_ordering", "exact"]),
         ("reinforce", ["raw, naive", "only the maximum, clipped"]),
+        ("court", ["grpo, 0 old", "grpo, 4 old, bf16"]),
     ],
 )
 def test_every_lab_that_trains_in_small(

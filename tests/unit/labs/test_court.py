@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,6 @@ from grpo_lab.labs.old_weights import OldWeights, OldWeightsTrainer, RatioToSamp
 from grpo_lab.settings import read
 from grpo_lab.testing import tiny_model
 
-ROOT = Path(__file__).resolve().parents[3]
 STEPS = 3
 
 
@@ -121,6 +116,7 @@ def test_arms_are_run_in_every_condition() -> None:
     assert steps == {"a, 1 old": 4, "a, 2 old": 3, "b, 1 old": 4, "b, 2 old": None}
     with pytest.raises(ValueError, match="`pairs` has 'a'"):
         read(LabFile, {**said, "conditions": {"x": {}}, "pairs": [["a", "b"]]})
+    assert lab.said.once(lab.said.cells) == ["a, 1 old", "a, 2 old", "b, 1 old"]
 
 
 def run(seed: int, one: float, fallen: float = 0.0) -> dict[str, Any]:
@@ -158,32 +154,6 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
 )
 def test_a_cell_collapsed_if_its_last_samples_are_worse_than_the_starts(rewards: list[float], fallen: int) -> None:
     assert collapsed(None, [{"rewards/accuracy_reward/mean": reward} for reward in rewards]) == fallen
-
-
-SMALL: dict[str, Any] = {
-    "cold_start.data.n": 64,
-    "cold_start.max_steps": 2,
-    "max_steps": 3,
-    "max_completion_length": 8,
-    "per_device_train_batch_size": 8,
-    "evaluation.data.n": 4,
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_the_command_runs_cells_of_the_court_in_small(tmp_path: Path) -> None:
-    arms = ["grpo, 0 old", "grpo, 4 old, bf16"]
-    command = [sys.executable, "-m", "grpo_lab", "lab", "court", "--folder", str(tmp_path), "--seeds", "0", "--arms"]
-    command += [*arms, *(word for key, value in SMALL.items() for word in ("--set", key, json.dumps(value)))]
-    how: Any = {"capture_output": True, "text": True, "timeout": 1800, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
-    plan = subprocess.run([*command, "--dry-run"], **how)
-    assert plan.returncode == 0, plan.stderr[-2000:]
-    assert "2 cells" in plan.stdout
-    done = subprocess.run(command, **how)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "| grpo | 1 |" in (tmp_path / "table.md").read_text()
-    assert (tmp_path / "curves.png").is_file()
 
 
 def test_the_court_hears_ten_losses_in_six_conditions() -> None:
