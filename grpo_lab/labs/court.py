@@ -30,12 +30,14 @@ Values = Mapping[int, float]
 
 
 def collapsed(result: EvaluationResult | None, log: Sequence[Mapping[str, Any]]) -> float:
-    """Return 1 if the cell collapsed, else 0: the samples of the last quarter of its steps are right less often than
-    those of the first batch, which the start made, or the training ended in numbers that are not finite."""
+    """Return 1 if the cell collapsed, else 0: the samples of the last quarter of its steps are right less than half as
+    often as those of its best stretch of as many steps, or the training ended in numbers that are not finite."""
     rewards = [row["rewards/accuracy_reward/mean"] for row in log if "rewards/accuracy_reward/mean" in row]
     if not rewards or not all(map(math.isfinite, rewards)):
         return 1.0
-    return float(fmean(rewards[-max(1, len(rewards) // 4) :]) < rewards[0])
+    width = max(1, len(rewards) // 4)
+    stretches = [fmean(rewards[at : at + width]) for at in range(len(rewards) - width + 1)]
+    return float(stretches[-1] < max(stretches) / 2)
 
 
 def report(found: Found, options: Options) -> str:

@@ -150,9 +150,9 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rewards", "fallen"),
-    [([0.2, 0.5, 0.6, 0.3], 0), ([0.2, 0.5, 0.6, 0.1], 1), ([0.2, 0.5, float("nan"), 0.6], 1), ([], 1)],
+    [([0.2, 0.5, 0.6, 0.3], 0), ([0.2, 0.5, 0.6, 0.2], 1), ([0.2, 0.5, float("nan"), 0.6], 1), ([], 1)],
 )
-def test_a_cell_collapsed_if_its_last_samples_are_worse_than_the_starts(rewards: list[float], fallen: int) -> None:
+def test_a_cell_collapsed_if_it_ends_below_half_of_its_best(rewards: list[float], fallen: int) -> None:
     assert collapsed(None, [{"rewards/accuracy_reward/mean": reward} for reward in rewards]) == fallen
 
 
