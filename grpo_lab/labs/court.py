@@ -44,7 +44,7 @@ def report(found: Found, options: Options) -> str:
     """Write ``table.md`` and ``curves.png``; return the text to print."""
     losses = list(dict.fromkeys(arm.split(", ", 1)[0] for arm in found))
     conditions = list(dict.fromkeys(arm.split(", ", 1)[1] for arm in found))
-    text = "\n".join([table(found, losses, conditions), "", *comparisons(found, losses, conditions)])
+    text = f"{table(found, losses, conditions)}\n\n{verdicts(whole_seeds(found), losses, conditions)}"
     write_whole_text(options.folder / "table.md", f"{text}\n")
     draw(found, losses, conditions, options.folder / "curves.png")
     return text
@@ -83,8 +83,9 @@ def paired(one: Values, other: Values) -> list[float]:
     return [one[seed] - other[seed] for seed in one if seed in other]
 
 
-def comparisons(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> list[str]:
-    """Return the planned comparisons in points of pass@1, seed by seed: each a mean ± its 95% interval."""
+def comparisons(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """Return the planned comparisons in points of pass@1, seed by seed: title → loss → differences. Each side is a mean
+    over its conditions."""
 
     def over(kept: Sequence[str], loss: str) -> Values:
         of = [values(found, loss, condition, ACCURACY) for condition in kept]
@@ -95,20 +96,43 @@ def comparisons(found: Found, losses: Sequence[str], conditions: Sequence[str]) 
     rounded = [condition for condition in conditions if condition.endswith(ROUNDED)]
     stale = [condition for condition in conditions if condition.startswith(OLDEST)]
     fresh = [condition for condition in conditions if condition.startswith(FRESH)]
-    heads = ["loss", f"{OLDEST} − {FRESH}", "bf16 − none", f"− {REFERENCE}, {FRESH}", f"− {REFERENCE}, {OLDEST}"]
-    rows = []
-    for loss in losses:
-        pairs = [
-            (over(stale, loss), over(fresh, loss)),
-            (over(rounded, loss), over(exact, loss)),
-            (over(fresh, loss), over(fresh, REFERENCE)),
-            (over(stale, loss), over(stale, REFERENCE)),
-        ]
-        cells = [interval(paired(*pair), "+.1f") for pair in pairs]
-        if loss == REFERENCE:
-            cells[2:] = ["", ""]
-        rows.append([loss, *cells])
-    return ["Points of pass@1, seed by seed:", "", markdown(heads, rows)]
+    others = [loss for loss in losses if loss != REFERENCE]
+    return {
+        f"{OLDEST} − {FRESH}": {loss: paired(over(stale, loss), over(fresh, loss)) for loss in losses},
+        "bf16 − exact": {loss: paired(over(rounded, loss), over(exact, loss)) for loss in losses},
+        f"− {REFERENCE}, {FRESH}": {loss: paired(over(fresh, loss), over(fresh, REFERENCE)) for loss in others},
+        f"− {REFERENCE}, {OLDEST}": {loss: paired(over(stale, loss), over(stale, REFERENCE)) for loss in others},
+    }
+
+
+def verdicts(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> str:
+    """Return the planned comparisons as a table, and in words which of their intervals exclude 0 and which cells
+    collapsed."""
+    planned = comparisons(found, losses, conditions)
+    rows = [[loss, *(interval(of.get(loss, []), "+.1f") for of in planned.values())] for loss in losses]
+    said = ["Points of pass@1, seed by seed:", "", markdown(["loss", *planned], rows), ""]
+    intervals = [one for of in planned.values() for one in of.values() if len(one) > 1]
+    for title, of in planned.items():
+        apart = [f"{loss} {interval(one, '+.1f')}" for loss, one in of.items() if excludes_zero(one)]
+        said.append(f"- {title}: {', '.join(apart) or 'none'} told from 0, of {len(of)}.")
+    many = sum(map(excludes_zero, intervals))
+    said.append(f"- {many} of {len(intervals)} intervals exclude 0; by chance {0.05 * len(intervals):.1f} would.")
+    falls = {arm: int(sum(run["after"]["collapsed"] for run in runs)) for arm, runs in found.items()}
+    fallen = [f"{arm} ({count} of {len(found[arm])})" for arm, count in falls.items() if count]
+    said.append(f"- Collapsed: {'; '.join(fallen) or 'none'}.")
+    return "\n".join(said)
+
+
+def excludes_zero(differences: Sequence[float]) -> bool:
+    """Return whether the 95% interval of the mean does not hold 0; False for fewer than two."""
+    half = half_width_over_seeds(differences)
+    return half is not None and abs(fmean(differences)) > half
+
+
+def whole_seeds(found: Found) -> Found:
+    """Return the runs of those seeds that every arm has."""
+    seeds = set.intersection(*({run["seed"] for run in runs} for runs in found.values()))
+    return {arm: [run for run in runs if run["seed"] in seeds] for arm, runs in found.items()}
 
 
 def draw(found: Found, losses: Sequence[str], conditions: Sequence[str], path: Path) -> None:

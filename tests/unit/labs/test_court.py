@@ -14,7 +14,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.data import word_problems
 from grpo_lab.engines.forward import forward_logprobs
 from grpo_lab.labs.arms import Arms, LabFile, shipped_labs
-from grpo_lab.labs.court import collapsed, comparisons, report, table
+from grpo_lab.labs.court import collapsed, comparisons, excludes_zero, report, table, verdicts, whole_seeds
 from grpo_lab.labs.old_weights import OldWeights, OldWeightsTrainer, RatioToSampler
 from grpo_lab.settings import read
 from grpo_lab.testing import tiny_model
@@ -138,10 +138,16 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
         "| grpo | 2 | 0.510 ± 0.127; 0.50; 0 | 0.420 ± 0.254; 0.50; 0 |",
         "| mine | 2 | 0.520 ± 0.127; 0.50; 0 | 0.150 ± 0.635; 0.50; 1 |",
     ]
-    assert comparisons(FOUND, ["grpo", "mine"], conditions)[-1].splitlines()[2:] == [
-        "| grpo | -9.0 ± 12.7 | – |  |  |",
-        "| mine | -41.0 | – | +1.0 ± 0.0 | -30.0 |",  # seeds that both have
-    ]
+    planned = comparisons(FOUND, ["grpo", "mine"], conditions)
+    assert planned["4 old − 0 old"] == {"grpo": pytest.approx([-10, -8]), "mine": pytest.approx([-41])}
+    assert planned["− grpo, 0 old"] == {"mine": pytest.approx([1, 1])}
+    assert planned["− grpo, 4 old"] == {"mine": pytest.approx([-30])}  # of the seed that both have
+    lines = verdicts({arm: FOUND[arm] for arm in list(FOUND)[:2]}, ["grpo"], conditions).splitlines()
+    assert lines[4] == "| grpo | -9.0 ± 12.7 | – | – | – |"
+    assert lines[6] == "- 4 old − 0 old: none told from 0, of 1."
+    assert lines[-2:] == ["- 0 of 1 intervals exclude 0; by chance 0.1 would.", "- Collapsed: none."]
+    assert [len(runs) for runs in whole_seeds(FOUND).values()] == [1, 1, 1, 1]
+    assert [excludes_zero(one) for one in ([1.0, 1.1], [1.0], [1.0, 2.0])] == [True, False, False]
     pytest.importorskip("matplotlib")
     assert "| mine | 2 |" in report(FOUND, Namespace(folder=tmp_path))
     assert (tmp_path / "curves.png").is_file()

@@ -41,7 +41,7 @@ def lab_of(**said: Any) -> Arms:
 def test_arms_are_recipes_and_no_two_are_the_same(name: str) -> None:
     """What a change says is a setting of that recipe; an arm that a function makes is met by its training."""
     lab = Arms.read(str(LABS[name]))
-    plain = [arm for arm, changes in lab.said.arms.items() if not isinstance(changes, str)]
+    plain = [arm for arm, (changes, _) in lab.said.cells.items() if not isinstance(changes, str)]
     recipes = [numbers_read(read_recipe(lab.recipe(options()), lab.changes(arm, 3, options()))) for arm in plain]
     assert len({repr(one) for one in recipes}) == len(recipes)
     for one in recipes:
