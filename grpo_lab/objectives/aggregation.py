@@ -76,9 +76,9 @@ def prompt_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tenso
     """1/prompts Σ_i Σ_t loss / (tokens of all completions of i's prompt): every prompt counts the same, and all its
     tokens.
 
-    Source: ScaleRL (arXiv 2510.13786, "prompt-level averaging"). The tokens of a prompt are counted when it is
-    generated, over all ranks, before a row is left out; so is the number of prompts. An optimizer step that trains on a
-    part of a prompt's completions (TRL shuffles rows) gets their part of that prompt's mean.
+    Source: ScaleRL (arXiv 2510.13786, section 4, "prompt-level loss aggregation"). The tokens of a prompt are counted
+    when it is generated, over all ranks, before a row is left out; so is the number of prompts. An optimizer step that
+    trains on a part of a prompt's completions (TRL shuffles rows) gets their part of that prompt's mean.
     """
     shares = loss / torch.as_tensor(denominators.group_tokens, device=loss.device).clamp(min=1)
     return masked_sum(shares, mask) / denominators.prompts

@@ -47,7 +47,8 @@ class Clipped:
     """loss_t = −min(ρ·Â, clip(ρ, 1 − ε_low, 1 + ε_high)·Â), with ρ ≤ δ in the first term when ``delta`` is given.
 
     GRPO is the case ε_low = ε_high; DAPO's clip-higher (arXiv 2503.14476, §3.1) is 0.2 / 0.28; δ bounds the loss of a
-    negative advantage (INTELLECT-2, arXiv 2505.07291, §3.4). With a sequence-level ratio: GSPO (arXiv 2507.18071).
+    negative advantage (INTELLECT-2, arXiv 2505.07291, as TRL has it). With a sequence-level ratio: GSPO (arXiv
+    2507.18071).
 
     Args:
         epsilon: clip width downwards (ε_low), a fraction.
@@ -129,7 +130,7 @@ class DetachedWeight:
 
     Source: MiniMax-M1 (arXiv 2506.13585, eq. 4–5): only the upper end is tuned. As in TRL, ``bound`` is the *absolute*
     upper bound of the ratio (TRL's ``epsilon_high``), not 1 + ε. The paper's own value is undisclosed; ScaleRL (arXiv
-    2510.13786) uses 5. TRL's default of 0.2 would damp every token.
+    2510.13786, section A.17) sees no difference between 4, 5 and 8. TRL's default of 0.2 would damp every token.
 
     Args:
         epsilon: the bound where ``epsilon_high`` is ``None``; > 0.

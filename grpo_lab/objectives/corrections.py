@@ -68,7 +68,7 @@ class _Bounds:
 class TokenTruncate(_Bounds):
     """w_t = min(max(ρ_t, low), high).
 
-    Source: TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy training"); bounds as
+    Source: TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"); bounds as
     TRL 1.16's ``vllm_importance_sampling_mode: token_truncate``.
     """
 
@@ -96,7 +96,7 @@ class SequenceTruncate(TokenTruncate):
 class TokenMask(_Bounds):
     """w_t = ρ_t if low ≤ ρ_t ≤ high, else 0: the token drops out.
 
-    Source: MIS (Yao et al. 2025, as ``TokenTruncate``); bounds as TRL 1.16's
+    Source: MIS (Liu, Li et al. 2025, "When speed kills stability", by TRL's index of papers); bounds as TRL 1.16's
     ``vllm_importance_sampling_mode: token_mask``.
     """
 
@@ -120,7 +120,7 @@ class SequenceMask(TokenMask):
 
 @dataclass(frozen=True)
 class TIS(TokenTruncate):
-    """w_t = min(ρ_t, high), with the authors' C = 2. Source: as ``TokenTruncate``; verl's ``rollout_is: token``."""
+    """w_t = min(ρ_t, high), high = 2 as in verl. Source: as ``TokenTruncate``; verl's ``rollout_is: token``."""
 
     high: float | None = 2.0
 

@@ -71,8 +71,8 @@ class ClipCov:
     Chosen are max(1, ⌊share · tokens⌋), drawn from the tokens with a covariance between ``cov_low`` and ``cov_high``
     that the clip does not hold.
 
-    Source: Clip-Cov (arXiv 2505.22617, eq. 9–10, with the constants of its code). The paper's equation has no clip; its
-    code has PPO's, and so do we.
+    Source: Clip-Cov (arXiv 2505.22617, eq. 11–12, with the constants of its code). The paper's equation has no clip;
+    its code has PPO's, and so do we.
 
     Args:
         epsilon: clip width downwards, a fraction.
@@ -130,8 +130,9 @@ class KLCov:
     Chosen are the max(1, ⌊share · tokens⌋) tokens of highest covariance. Until the policy has moved the second term is
     0, and so is its gradient.
 
-    Source: KL-Cov (arXiv 2505.22617, eq. 11–12, with the constants of its code: a share of 2·10⁻³ for 7B and 2·10⁻⁴ for
-    32B, coefficient 1). No clip, as there.
+    Source: KL-Cov (arXiv 2505.22617, eq. 13–14, with the constants of its code: a share of 2·10⁻³ for 7B and 2·10⁻⁴ for
+    32B, coefficient 1). No clip, as there. The second term of eq. 14 is KL(π_old‖π); its Listing 1 and its code have
+    the absolute value.
 
     A chosen token may have Â = 0 (where the mean advantage is not 0), so no row may be left out.
 

@@ -15,8 +15,8 @@ class AdaptiveEntropy:
     """Steers c: after an optimizer step of mean entropy H, c ← min(c + δ, highest) if H ≤ target, else
     max(c − δ, lowest). The next step applies c if H ≤ target, else 0; the first step applies none.
 
-    Source: Skywork-OR1 (arXiv 2505.22312, §3.2.4), as TRL 1.16 has it: H is measured over the step's tokens of all
-    ranks, and the bounds are TRL's addition.
+    Source: Skywork-OR1 (arXiv 2505.22312 v2, §3.2.5, eq. 3.2), as TRL 1.16 has it: H is measured over the step's tokens
+    of all ranks, and the bounds are TRL's addition. The paper measures H on the rollouts, and that step applies c.
 
     Args:
         target: nats per token.

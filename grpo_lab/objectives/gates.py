@@ -50,8 +50,8 @@ class TopEntropy:
     The quantile is of the loss tokens of one micro-batch over all ranks, as in TRL 1.16 (``get_high_entropy_mask``): a
     part that selects. An entropy bonus acts on the chosen tokens alone. Aggregations divide by all tokens.
 
-    Source: "Beyond the 80/20 rule" (arXiv 2506.01939, eq. 5); the authors take ρ = 0.2, over a whole batch of the
-    update.
+    Source: "Beyond the 80/20 rule" (arXiv 2506.01939 v2, eq. 6); the authors take ρ = 0.2 and write of a
+    "(micro-)batch". Their sum is divided by the number of chosen tokens.
 
     Args:
         quantile: ρ, the share of tokens that train, 0 to 1; TRL's ``top_entropy_quantile``.

@@ -18,8 +18,8 @@ class SoftGate:
 
     Its slope by ρ is Â at ρ = 1 and falls smoothly on either side, so a token far off the policy is damped, not cut.
 
-    Source: SAPO (arXiv 2511.20347, eq. 5–6). As in TRL 1.16 (``sapo``); with a sequence-level ratio the gate is of the
-    whole completion, which the paper does not do.
+    Source: SAPO (arXiv 2511.20347), as TRL 1.16 (``sapo``) and verl have it; with a sequence-level ratio the gate is of
+    the whole completion, which the paper does not do.
 
     Args:
         temperature_neg: τ_neg, > 0; TRL's ``sapo_temperature_neg``. The authors' 1.05 damps bad completions sooner.

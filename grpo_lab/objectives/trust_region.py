@@ -106,10 +106,11 @@ class TotalVariationRegion(_WithinRegion):
     A ratio says little of a rare token (10⁻⁵ to 10⁻³ is a ratio of 100) and much of a frequent one (0.99 to 0.8); a
     difference of probabilities is what both moved.
 
-    Source: DPPO (arXiv 2602.04879, eq. 12–13), ``dppo_binary_tv`` of its code; δ = 0.15 as the authors run it. Their
-    code also caps the weight ρ at 10 and keeps its gradient (``truncate``; their runs put the cap out of reach). It
-    computes −sg(ρ)·Â·log π, which has the same gradient. The top-k divergences (eq. 15–16) need log-probs of tokens
-    that were not sampled: not here. The authors find no benefit in them (section G.2).
+    Source: DPPO (arXiv 2602.04879 v3, eq. 12–13), ``dppo_binary_tv`` of its code. δ = 0.15 is that of section C.1 and
+    of their script in verl; most runs of section E have 0.2. Their code also caps the weight ρ at 10 and keeps its
+    gradient (``truncate``; the script puts the cap out of reach, section E has 5). It computes −sg(ρ)·Â·log π, which
+    has the same gradient. The top-k divergences (eq. 15–16) need log-probs of tokens that were not sampled: not here.
+    The authors find no significant gain in them (section F.3).
 
     Args:
         threshold_low: δ for Â < 0, a probability.
@@ -132,8 +133,8 @@ class KLRegion(_WithinRegion):
     """DPPO with KL: loss_t = −M_t · ρ_t · Â, ρ_t = π(y_t)/μ(y_t); M_t = 0 where KL(μ‖π) of "this token or another one"
     is above δ and Â pushes the token on outwards, else 1.
 
-    Source: DPPO (arXiv 2602.04879, eq. 12 and 14), ``dppo_binary_kl`` of its code; δ = 0.05 as the authors run it. Else
-    as ``TotalVariationRegion``.
+    Source: DPPO (arXiv 2602.04879 v3, eq. 12 and 14), ``dppo_binary_kl`` of its code; δ = 0.05 as the authors run it.
+    Else as ``TotalVariationRegion``.
 
     Args:
         threshold_low: δ for Â < 0, nats.

@@ -25,8 +25,9 @@ class GammaWeight:
     sampler's correction π_old/μ is a factor of w (``applies_correction``), as the run's correction has it: truncated or
     masked tokens count as it says.
 
-    Source: VESPO (arXiv 2602.10693, §3.4; c₁ = k, c₂ = λ), by TRL 1.16's ``get_gamma_weights`` and the authors' code
-    (github.com/FloyedShen/VESPO), which clamps log-ratios at ±20 and w at 1e-8. The ratio's level has no effect.
+    Source: VESPO (arXiv 2602.10693 v3, §3.3 and eq. 20; c₁ = k, c₂ = λ), by TRL 1.16's ``get_gamma_weights`` and the
+    authors' code (github.com/FloyedShen/VESPO), which clamps log-ratios at ±20 and w at 1e-8. The ratio's level has no
+    effect.
 
     Args:
         k_pos, lambda_pos: k ≥ 0 and λ > 0 where Â ≥ 0; TRL's ``vespo_k_pos``, ``vespo_lambda_pos``.
