@@ -18,7 +18,7 @@ from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.cells import Found
 from grpo_lab.labs.experiment import Options
-from grpo_lab.labs.tables import COLOURS, markdown
+from grpo_lab.labs.tables import COLOURS, GRID, LEGEND, markdown, pyplot_for, save_figure
 
 REFERENCE = "grpo"
 """Loss that the others are compared with."""
@@ -137,14 +137,9 @@ def whole_seeds(found: Found) -> Found:
 
 def draw(found: Found, losses: Sequence[str], conditions: Sequence[str], path: Path) -> None:
     """Draw pass@1 over staleness, a panel for each kind of mismatch, a line for each loss with its 95% intervals."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print(f"no figure {path}: matplotlib is not installed (pip install 'grpo_lab[figures]')")
+    pyplot = pyplot_for(path)
+    if pyplot is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(2, 1, figsize=(9.6, 8.4), sharex=True, sharey=True)
     for axis, (title, rounded) in zip(axes, (("exact sampler", False), ("sampler rounded to bf16", True)), strict=True):
         shown = [condition for condition in conditions if condition.endswith(ROUNDED) is rounded]
@@ -157,8 +152,6 @@ def draw(found: Found, losses: Sequence[str], conditions: Sequence[str], path: P
             axis.errorbar(places, means, yerr=halves, label=loss, capsize=2, **how)
         axis.set(title=title, ylabel=ACCURACY, xticks=range(len(shown)))
         axis.set_xticklabels([f"{condition.split(' ')[0]} batches old" for condition in shown])
-        axis.grid(alpha=0.25, axis="y")
-    axes[0].legend(fontsize=8, frameon=False, ncols=1, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+        axis.grid(axis="y", **GRID)
+    axes[0].legend(ncols=1, loc="upper left", bbox_to_anchor=(1.0, 1.0), **LEGEND)
+    save_figure(pyplot, figure, path)

@@ -15,6 +15,9 @@ from grpo_lab.labs.cells import Found
 Lines = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
 """Label → curves of (x, y), one per seed."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
+GRID: Mapping[str, Any] = {"alpha": 0.25}
+LEGEND: Mapping[str, Any] = {"fontsize": 8, "frameon": False}
+"""How every figure of a lab draws its grid and its legend."""
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -85,19 +88,35 @@ def _smooth(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(at, fmean(values[max(0, place - width + 1) : place + 1])) for place, (at, _) in enumerate(curve)]
 
 
-def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False, target: float | None = None) -> None:
-    """Draw a panel for each title, two in a row. Thin lines are seeds; a thick one is their mean, point by point, as
-    far as all seeds go. ``over``: label of the x axis; ``stairs``: a value holds until the next one; ``target``: a
-    dashed level to be reached."""
+def pyplot_for(path: Path) -> Any:
+    """Return matplotlib's ``pyplot``. Where it is not installed, print that there will be no figure ``path``, and
+    return None."""
     try:
         import matplotlib
     except ModuleNotFoundError:
         why = "matplotlib is not installed (pip install 'grpo_lab[figures]')"
         print(f"no figure {path}: {why}; --at-most 0 draws what is recorded")
-        return
+        return None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def save_figure(pyplot: Any, figure: Any, path: Path) -> None:
+    """Write ``figure`` as a picture for the docs, and close it."""
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False, target: float | None = None) -> None:
+    """Draw a panel for each title, two in a row. Thin lines are seeds; a thick one is their mean, point by point, as
+    far as all seeds go. ``over``: label of the x axis; ``stairs``: a value holds until the next one; ``target``: a
+    dashed level to be reached."""
+    pyplot = pyplot_for(path)
+    if pyplot is None:
+        return
     style: Any = {"drawstyle": "steps-post" if stairs else "default"}
     beside = 1 if len(panels) == 1 else 2
     rows = -(-len(panels) // beside)
@@ -115,9 +134,7 @@ def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = Fals
         axis.set(title=title, xlabel=over)
         axis.xaxis.set_major_formatter("{x:,.9g}")
         axis.locator_params(axis="x", nbins=5)
-        axis.grid(alpha=0.25)
+        axis.grid(**GRID)
         if axis.lines:
-            axis.legend(fontsize=8, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+            axis.legend(**LEGEND)
+    save_figure(pyplot, figure, path)
