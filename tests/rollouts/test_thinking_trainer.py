@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from grpo_lab import LabConfig
-from grpo_lab.objectives import AGGREGATIONS
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.in_step import ThinkingRollout
 from rollouts.thinking_oracle import (
+    AGGREGATIONS,
     STOP_TEXT,
     TappedTrainer,
     check_budget_is_obeyed,

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
 
 from grpo_lab import LabConfig
-from grpo_lab.objectives import AGGREGATIONS
 from grpo_lab.testing import tiny_model
 from rollouts.thinking_oracle import (
+    AGGREGATIONS,
     TappedTrainer,
     check_budget_is_obeyed,
     difference,

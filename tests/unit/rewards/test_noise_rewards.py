@@ -16,7 +16,7 @@ from grpo_lab.recipe.build import build_reward
 from grpo_lab.recipe.sections import RewardSection
 from grpo_lab.rewards import AccuracyReward, FlippedReward, HashesReward, KimiLengthReward, WrongLabelReward
 from grpo_lab.rewards.noise import draw
-from grpo_lab.trainer.trl_bridge.rewards import correctness_column
+from grpo_lab.trainer.trl_bridge.rewards import correctness_columns
 
 N = 4000
 
@@ -109,7 +109,7 @@ def test_a_wrong_label_keeps_all_but_the_last_number(solution: Any, shape: str) 
 
 def test_the_true_reward_beside_is_the_one_that_measures() -> None:
     noisy = FlippedReward(AccuracyReward(), false_positives=0.1)
-    assert correctness_column([noisy, AccuracyReward()]) == 1
+    assert correctness_columns([noisy, AccuracyReward()]) == [1]
     assert noisy.columns == ("solution",)
     assert noisy.__name__ == "flipped_accuracy_reward"
     noisy.close()
