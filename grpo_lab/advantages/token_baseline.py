@@ -58,6 +58,8 @@ class OptimalTokenBaseline:
         sums = torch.zeros(2, table.values.size(0) // table.group_size, width, dtype=torch.float64)
         sums = local.over_ranks(sums.index_add(1, group, torch.stack([weight * earned, weight])))
         baseline = torch.where(sums[1] > 0, sums[0] / sums[1], 0.0)[group]
+        alone = (weight > 0) & (weight == sums[1][group])
+        baseline = torch.where(alone, earned, baseline)  # exactly: no other completion has this token
         return (earned - baseline.gather(1, place)).masked_fill(~own, 0.0).to(local.mask.device)
 
 

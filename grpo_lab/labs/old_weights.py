@@ -87,10 +87,13 @@ class OldWeightsTrainer(LabTrainer):
     """Trainer whose completions are sampled by the weights of its `OldWeights`. With the policy's own weights it is
     `LabTrainer` to the bit."""
 
+    samples_itself = True
+
     def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
         sampler = next(one for one in self.callback_handler.callbacks if isinstance(one, OldWeights))
         training = self._mode() == "train"
-        if not (training and sampler.differ):
+        reports = sampler.differ or self.algorithm.correction is not None
+        if not (training and reports):
             generated = super()._generate_single_turn(prompt_ids, *rest, **options)
         else:
             model = self.accelerator.unwrap_model(self.model)

@@ -37,6 +37,12 @@ def sampler_log_ratio(proximal_logps: Tensor, sampler_logps: Tensor, mask: Tenso
     return safe(proximal_logps.detach() - sampler_logps, mask).nan_to_num(nan=0.0)
 
 
+def check_high(high: float | None) -> None:
+    """Raise ValueError for an upper bound that no weight or estimate can be below."""
+    if high is not None and not high > 0:
+        raise ValueError(f"`correction.high` is {high}; it must be a number > 0")
+
+
 @dataclass(frozen=True)
 class _Bounds:
     """``low`` and ``high`` bound the ratio; ``None``: no bound on that side."""
@@ -46,6 +52,7 @@ class _Bounds:
     level: ClassVar[Level] = "token"
 
     def __post_init__(self) -> None:
+        check_high(self.high)
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ValueError(f"`correction.low` is {self.low} and `correction.high` is {self.high}: low must be below")
 
@@ -176,6 +183,9 @@ class K3Rejection:
     high: float = 0.01
     level: ClassVar[Level] = "sequence"
 
+    def __post_init__(self) -> None:
+        check_high(self.high)
+
     def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
         k3 = safe(x.expm1() - x, mask)
         return (masked_row_mean(k3, mask).unsqueeze(-1) <= self.high).to(x.dtype)
@@ -197,6 +207,7 @@ class BatchNormalised:
     whole_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_high(self.high)
         if self.per not in ("token", "sequence"):
             raise ValueError(f"`correction.per` is {self.per!r}; it must be 'token' or 'sequence'")
 

@@ -15,6 +15,7 @@ from grpo_lab import registry
 from grpo_lab.objectives.aggregation import AGGREGATIONS
 from grpo_lab.objectives.clipped import Clipped, DetachedWeight, Reinforce, Unclipped
 from grpo_lab.objectives.covariance import ClipCov, KLCov
+from grpo_lab.objectives.gates import OffPolicyMask, TopEntropy
 from grpo_lab.objectives.geometric_mean import GeometricMean
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Surrogate
@@ -189,7 +190,7 @@ SURROGATES: dict[str, Any] = {
 }
 OUR_PRESETS = frozenset(PRESETS)
 #: Parts of this package. They are proved by ``literal``, so they are not asked before every step.
-_OURS = (*SURROGATES.values(), *AGGREGATIONS.values())
+_OURS = (*SURROGATES.values(), *AGGREGATIONS.values(), OffPolicyMask, TopEntropy)
 RESERVED = ("name", "advantage", "ratio", "surrogate", "aggregation")
 """Keys of ``objective: {…}`` that cannot be knobs."""
 
@@ -211,7 +212,7 @@ def surrogate(name: str, **knobs: Any) -> Surrogate:
 
 
 def is_ours(part: Any) -> bool:
-    """Return whether a surrogate or aggregation belongs to this package, and not to a team."""
+    """Return whether a surrogate, aggregation or gate belongs to this package, and not to a team."""
     return any(part is one or type(part) is one for one in _OURS)
 
 

@@ -177,13 +177,20 @@ def _checked(recipe: Recipe, job: Job) -> str:
         job.trainer(
             model=folder,
             reward_funcs=rewards or None,
-            args=lab_config(recipe, **_of_this_machine(recipe), **NOT_BUILT, output_dir=folder),
+            args=lab_config(recipe, **_of_this_machine(recipe), **_not_built(recipe), output_dir=folder),
             train_dataset=job.rows,
             eval_dataset=job.eval_rows,
             processing_class=tokenizer,  # else TRL would load the processor of a vision model
             **{name: value for name, value in given.items() if value is not None},
         )
     return "rewards, parts, rows, golds, settings, and the trainer built around a small stand-in for the model"
+
+
+def _not_built(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that the stand-in is built without; of a recipe with an engine, also its correction."""
+    if recipe.arguments.get("use_vllm"):
+        return {**NOT_BUILT, "correction": None}
+    return NOT_BUILT
 
 
 def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) -> str:

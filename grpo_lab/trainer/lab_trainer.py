@@ -89,6 +89,8 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
     surrogate: ClassVar[Any] = None
     aggregation: ClassVar[Any] = None
     reset_optimizer: ClassVar[bool] = False
+    #: a class of this package that samples by itself, and returns the log-probs
+    samples_itself: ClassVar[bool] = False
 
     @trl_bridge.reference_model_in_full()
     def __init__(

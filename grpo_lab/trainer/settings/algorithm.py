@@ -7,6 +7,7 @@ agree with ours (``agree``).
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -130,8 +131,24 @@ def _mixture(args: Any, whole: Algorithm, settings: LabSettings) -> Algorithm:
     if not settings.tasks:
         return whole
     apart = {name: _of_task(name, settings) for name, task in settings.tasks.items() if task.has_own_rule}
-    own = {name: _from_ours(args, one.objective, one) for name, one in apart.items() if one.objective is not None}
+    plain = _without_the_runs_own(args, settings)
+    own = {name: _from_ours(plain, one.objective, one) for name, one in apart.items() if one.objective is not None}
     return replace(whole, **mixed(whole, own, settings.tasks))
+
+
+def _without_the_runs_own(args: Any, settings: LabSettings) -> Any:
+    """Return TRL's settings without what the run's ``objective`` and ``advantage`` wrote into them (``agree``): a task
+    with an objective of its own does not inherit their knobs."""
+    chosen = settings.objective
+    assert chosen is not None  # a mixture has one
+    plain = copy.copy(args)
+    for name, knob in knobs.flat_settings(knobs.surrogate_part(chosen)).items():
+        if chosen.knobs.get(knob) is not None:
+            vars(plain)[name] = knobs.default_of(args, name)
+    apart = "multi_objective_aggregation"
+    if apart not in getattr(args, "_written", ()):
+        vars(plain)[apart] = knobs.default_of(args, apart)
+    return plain
 
 
 def _of_task(name: str, settings: LabSettings) -> LabSettings:

@@ -111,7 +111,7 @@ def take_over_correction(trainer: Any) -> None:
     asked = trainer.algorithm.correction
     if asked is None:
         return
-    own = any(teams(trainer, method) is not None for method in SAMPLES)
+    own = trainer.samples_itself or any(teams(trainer, method) is not None for method in SAMPLES)
     if not (trainer.use_vllm or trainer.rollout_func is not None or own):
         raise ValueError(
             f"`correction` is {trainer.algorithm.names['correction']!r}, and without `use_vllm` transformers' "

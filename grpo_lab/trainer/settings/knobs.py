@@ -160,15 +160,24 @@ def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple
     return name, {**beside, **knobs}
 
 
+SCALED_BY_TRL = ("group_zscore", "group_mean", "batch_zscore")
+"""Rules of presets in whose place TRL's settings may put another."""
+
+
 def rule_beside(args: Any, chosen: ObjectiveSettings) -> Any:
     """Return the advantage rule where ``advantage`` names none: of ``objective.advantage``, else ``gdpo`` if TRL's
     setting says so, else the preset's. PPO's critic is not given up for TRL's setting."""
     row = preset(chosen.name or "grpo")
     if chosen.advantage:
         return chosen.advantage
-    if args.multi_objective_aggregation == APART and row.advantage not in TOKEN_RULES:
-        return "gdpo"
-    return row.rule
+    if args.multi_objective_aggregation != APART or row.advantage in TOKEN_RULES or row.advantage == "gdpo":
+        return row.rule
+    if row.advantage not in SCALED_BY_TRL:
+        raise ValueError(
+            f"`multi_objective_aggregation`={APART!r} contradicts `objective`={chosen.name!r}, whose advantage rule is "
+            f"{row.advantage!r}: leave one out"
+        )
+    return "gdpo"
 
 
 def in_words(part: Any, chosen: Any) -> str:

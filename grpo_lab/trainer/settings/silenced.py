@@ -45,7 +45,12 @@ class Acting:
 
 
 ACTING: tuple[Acting, ...] = (
-    Acting("_get_train_sampler", {"sampler": lambda s: s.sampler is not None}, ("get_train_dataloader",), early=True),
+    Acting(
+        "_get_train_sampler",
+        {"sampler": lambda s: s.sampler is not None, "tasks": lambda s: bool(s.tasks)},
+        ("get_train_dataloader",),
+        early=True,
+    ),
     Acting(
         "create_optimizer", {"value": lambda s: s.value is not None}, ("create_optimizer_and_scheduler",), early=True
     ),

@@ -82,8 +82,9 @@ class EntropyOfStep:
     @torch.no_grad()
     def _measure(self, policy_loss: Tensor, batch: TokenBatch, kept: Tensor) -> None:
         assert batch.entropies is not None  # the policy's head makes them
-        entropy = torch.stack([masked_sum(batch.entropies, kept).float(), kept.sum().float()])
-        self._entropy = entropy if self._entropy is None else self._entropy + entropy
+        if self._trainer.recorder.mode() == "train":  # an evaluation does not steer the coefficient
+            entropy = torch.stack([masked_sum(batch.entropies, kept).float(), kept.sum().float()])
+            self._entropy = entropy if self._entropy is None else self._entropy + entropy
         self._policy_loss = policy_loss if self._policy_loss is None else self._policy_loss + policy_loss
 
     def record(self, micro_batches: int, accumulation: float) -> None:

@@ -153,7 +153,7 @@ class ExactUpdate:
             if keeps:
                 self._old.write(looked.forwarded, again, window)
         plan, rows = self._exchanged(step, found)
-        if plan.tokens_live == 0 and looked is None and self.trainer.lab_settings.objective is None:
+        if not step.numbers.contributes.any() and self.trainer.lab_settings.objective is None:
             self.sweeps.record_entropy(step, found, denominators)
         kept = Collected() if keeps and looked is None else None
         computed = self._computed(model, rows, denominators, kept)
@@ -221,7 +221,8 @@ class ExactUpdate:
         one: BinLoss | None = None
         for places in bins:
             del one  # the bin before
-            asks = self.silent.may_ask(len(places))
+            last = places is rows.bins[-1]  # its backward runs, so that every parameter has a gradient, if only 0
+            asks = not last and self.silent.may_ask(len(places))
             with without_gradient_sync(self.trainer.accelerator, model):
                 one = self._forward(model, rows, places, denominators, kept)
                 if not asks or bool(one.acts.any()):

@@ -85,6 +85,8 @@ def look(
         batches.append(batch)
         if leaves_out:
             found, of_silent = _silent_rows(trainer, batch, of_rows(denominators, step.token_count[rows]))
+            if step.rejected is not None:  # they are recorded as rejected
+                found = found & ~step.rejected[rows]
             silent.append(found)
             loss = loss + of_silent
             seen = replace(batch, mask=batch.mask & found.unsqueeze(1))
@@ -103,10 +105,6 @@ def look(
     table = step.table.with_fields(dict(carried.fields))
     if trainer.exact_update.entropy.bonus is not None:
         Carried(table.fields).bonus_tokens = torch.cat([bonus_tokens(kept_tokens(one)) for one in batches])
-    bonus = Carried(table.fields)
-    if bonus.bonus_tokens is not None:  # the bonus is a mean over the chosen tokens
-        kept = [kept_tokens(one).sum().clamp(min=1).float() for one in batches]
-        bonus.bonus_tokens = torch.stack(kept)[step.slots]
     return Looked(replace(step, table=table, numbers=numbers), forwarded, loss)
 
 

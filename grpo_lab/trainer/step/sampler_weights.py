@@ -11,7 +11,13 @@ from grpo_lab.objectives import Correction, sampler_log_ratio
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import StepPort, UpdatePort
 from grpo_lab.trainer.row_table import Carried, loss_mask
-from grpo_lab.trainer.step.log_probs import GenerationForwards, ProximalSource, log_probs_in_bins, reads_own_forward
+from grpo_lab.trainer.step.log_probs import (
+    GenerationForwards,
+    ProximalSource,
+    log_probs_in_bins,
+    padded_log_probs,
+    reads_own_forward,
+)
 
 
 def needs_batch(correction: Correction | None) -> bool:
@@ -58,9 +64,11 @@ def _in_full(trainer: UpdatePort) -> bool:
 
 
 def check_reported(trainer: StepPort, batch: dict[str, Any]) -> None:
-    """Raise ValueError if ``correction`` is set and the completions came without the log-probs of their sampler."""
+    """Raise ValueError if ``correction`` is set and the completions to train on came without the log-probs of their
+    sampler."""
     asked = trainer.algorithm.names.get("correction")
-    if asked is not None and Carried(batch).behaviour_logps is None:
+    training = trainer.recorder.mode() == "train"
+    if asked is not None and training and Carried(batch).behaviour_logps is None:
         raise ValueError(
             f"`correction` is {asked!r}, and the completions came without the log-probs that their tokens "
             f"were sampled with: set `use_vllm: true`, return them (from `rollout_func`, or as the second of what "
@@ -79,9 +87,8 @@ def weigh_batch(trainer: StepPort, batch: dict[str, Any], forwards: GenerationFo
     if proximal is None and forwards.in_bins:
         proximal = log_probs_in_bins(trainer, trainer.model, batch)
     elif proximal is None:
-        rows = trainer.args.per_device_train_batch_size
         with trl_bridge.without_checkpointing(trainer.model, trainer.args):
-            proximal = trl_bridge.stock_forward(trainer, trainer.model, batch, batch_size=rows)[0]
+            proximal = padded_log_probs(trainer, batch)
     mask = loss_mask(batch)
     x = sampler_log_ratio(proximal, carried.behaviour_logps, mask)
     carried.sampler_weights = correction(x, mask, trainer.accelerator.gather)

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_lab.batch import Denominators, TokenBatch, safe
 from grpo_lab.objectives import MixedObjective
 from grpo_lab.objectives.value_loss import value_clip_acts, value_loss
+from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.loss_proof import toy_batch
 from grpo_lab.trainer.exactness.update_verdict import UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, by_length
@@ -149,7 +150,8 @@ class UpdateRecord:
             self._alike(name, total, count)
         book = self.trainer.recorder.book("train")
         accelerator = self.trainer.accelerator
-        if self.trainer.algorithm.objective is not None:
+        ours = trl_bridge.teams(self.trainer, "_compute_loss") is None
+        if self.trainer.algorithm.objective is not None and ours:
             for name in self.trainer.lab_settings.tasks:  # one step more over which the tasks' losses are means
                 zero = torch.zeros(1, device=accelerator.device)
                 book.add(f"tasks/{name}/loss", zero, 1.0 / accelerator.num_processes)
