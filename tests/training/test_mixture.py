@@ -307,3 +307,14 @@ def test_rewards_of_tasks_in_stock_trl(tiny_folder: Path, tmp_path: Path) -> Non
     plain = train(GRPOTrainer, GRPOConfig(**arguments(tmp_path)), tiny_folder, train_dataset=rows())
     assert movement_difference(found, plain) == 0.0
     assert {f"rewards/{name}/parity_reward/mean" for name in TASKS} <= found.history[0].keys()
+
+
+def test_a_task_s_own_objective_does_not_inherit_the_run_s_knobs() -> None:
+    own = {"a": {"objective": "grpo"}, "b": {"objective": "sapo"}, "c": {}}
+    wide = LabConfig("x", objective={"name": "grpo", "epsilon": 0.05, "epsilon_high": 0.9}, tasks=own, bf16=False)
+    a, _, c = (task.surrogate for task in wide.algorithm.objective.tasks)
+    assert (a.epsilon, a.high, c.epsilon, c.high) == (0.2, 0.2, 0.05, 0.9)
+    ruled = LabConfig(
+        "x", objective="grpo", advantage="gdpo", tasks={"a": {"objective": "dr_grpo"}, "b": {}}, bf16=False
+    )
+    assert [type(rule).__name__ for rule, _ in ruled.algorithm.advantage.rules] == ["GroupMean", "GDPO"]
