@@ -269,6 +269,7 @@ LOSSES = [
         "cispo": {"epsilon_high": 1.1},
         "sapo": {"sapo_temperature_neg": 1.2},
         "luspo": {"importance_sampling_level": "sequence"},
+        # its metric `vespo/phi_seq_mean` is compared, too, like every one that stock logs
         "vespo": {"vespo_k_pos": 1.5},
     }.items()
 ]

@@ -51,6 +51,8 @@ def test_every_metric(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
 
 #: documented metrics that the runs above do not have → the test that computes them
 ELSEWHERE = {
+    **dict.fromkeys(("policy_loss", "entropy_coef"), "parity/test_trl_settings.py"),
+    "vespo/phi_seq_mean": "parity/drop_in_cases.py",
     "product_ratio/held_mean": "unit/losses/test_ratios.py",
     "rewards/worked_out/mean": "unit/verifiers/test_working.py",
     "kl/reward_penalty": "parity/test_kl_in_reward.py",
