@@ -26,7 +26,10 @@ class Shares:
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(str(weight)) for weight in weights]
         self.shares = [weight / sum(exact) for weight in exact]
-        self.slack = Fraction(1, 2 * len(exact) - 2) if len(exact) > 1 else Fraction(0)
+        if len(exact) > 1:
+            self.slack = Fraction(1, 2 * len(exact) - 2)
+        else:
+            self.slack = Fraction(0)
         self.counts = [0] * len(exact)
         self.dealt = 0
 
@@ -92,12 +95,16 @@ class MixtureSampler(RoundSampler):
     def _deal(self) -> None:
         order = [self._shares.next() for _ in range(self.batch_size)]
         places = []
-        before = self._places[-1] if self._places else [(0, 0, 0)] * len(self.rows)
+        if self._places:
+            before = self._places[-1]
+        else:
+            before = [(0, 0, 0)] * len(self.rows)
         for task, (lap, place, count) in enumerate(before):
             needed = order.count(task)
             place += count
             if place + needed > len(self.rows[task]):
-                lap, place = lap + 1, 0
+                lap = lap + 1
+                place = 0
             places.append((lap, place, needed))
         self._order.append(order)
         self._places.append(places)

@@ -89,7 +89,10 @@ def comparisons(found: Found, losses: Sequence[str], conditions: Sequence[str]) 
 
     def over(kept: Sequence[str], loss: str) -> Values:
         of = [values(found, loss, condition, ACCURACY) for condition in kept]
-        seeds = set.intersection(*(set(one) for one in of)) if of else set()
+        if of:
+            seeds = set.intersection(*(set(one) for one in of))
+        else:
+            seeds = set()
         return {seed: 100 * fmean(one[seed] for one in of) for seed in sorted(seeds)}
 
     exact = [condition for condition in conditions if not condition.endswith(ROUNDED)]

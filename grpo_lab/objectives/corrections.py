@@ -58,8 +58,13 @@ class _Bounds:
 
     @property
     def ends(self) -> tuple[float, float]:
-        low = -math.inf if self.low is None else self.low
-        return low, math.inf if self.high is None else self.high
+        low = -math.inf
+        high = math.inf
+        if self.low is not None:
+            low = self.low
+        if self.high is not None:
+            high = self.high
+        return low, high
 
     def ratio(self, x: Tensor, mask: Tensor) -> Tensor:
         """Return ρ_t ``[B, T]``, or Π_t ρ_t ``[B, 1]``."""
@@ -68,7 +73,9 @@ class _Bounds:
         return x.exp()
 
     def literal_ratio(self, steps: list[float], t: int) -> float:
-        return math.exp(sum(steps) if self.level == "sequence" else steps[t])
+        if self.level == "sequence":
+            return math.exp(sum(steps))
+        return math.exp(steps[t])
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,9 @@ class TokenMask(_Bounds):
     def literal(self, steps: list[float], t: int) -> float:
         low, high = self.ends
         ratio = self.literal_ratio(steps, t)
-        return ratio if low <= ratio <= high else 0.0
+        if low <= ratio <= high:
+            return ratio
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -215,10 +224,18 @@ class BatchNormalised:
     def level(self) -> Level:
         return self.per
 
+    @property
+    def bounded(self) -> TokenTruncate:
+        """The weights before they are divided by their mean."""
+        if self.per == "sequence":
+            return SequenceTruncate(high=self.high)
+        return TokenTruncate(high=self.high)
+
     def __call__(self, x: Tensor, mask: Tensor, gather: Gather) -> Tensor:
-        bounded = SequenceTruncate if self.per == "sequence" else TokenTruncate
-        weights = bounded(high=self.high)(x, mask)
-        counted = mask.any(dim=1, keepdim=True) if self.per == "sequence" else mask
+        weights = self.bounded(x, mask)
+        counted = mask
+        if self.per == "sequence":
+            counted = mask.any(dim=1, keepdim=True)
         own = torch.stack([masked_sum(weights, counted), counted.sum().to(weights.dtype)])
         total, count = gather(own).view(-1, 2).sum(0)
         mean = total / count.clamp(min=1)
@@ -226,10 +243,13 @@ class BatchNormalised:
 
     def literal(self, rows: list[list[float]], row: int, t: int) -> float:
         """Of the rows of all ranks, unlike other corrections' formulas."""
-        bounded = (SequenceTruncate if self.per == "sequence" else TokenTruncate)(high=self.high)
-        counted = [range(1) if self.per == "sequence" else range(len(steps)) for steps in rows]
-        weights = [bounded.literal(steps, place) for steps, places in zip(rows, counted) for place in places]
-        return bounded.literal(rows[row], t) * len(weights) / sum(weights)
+        weights = []
+        for steps in rows:
+            of_row = [self.bounded.literal(steps, place) for place in range(len(steps))]
+            if self.per == "sequence":
+                of_row = of_row[:1]  # one weight a completion
+            weights += of_row
+        return self.bounded.literal(rows[row], t) * len(weights) / sum(weights)
 
 
 CORRECTIONS: dict[str, Any] = {
@@ -257,7 +277,9 @@ TRLS_MODES: dict[type, str] = {
 def kept(correction: Correction, weights: Tensor) -> Tensor:
     """Return bool, like ``weights``: which are within the correction's bounds."""
     keeps: Callable[[Tensor], Tensor] | None = getattr(correction, "keeps", None)
-    return weights != 0 if keeps is None else keeps(weights)
+    if keeps is None:
+        return weights != 0
+    return keeps(weights)
 
 
 def register_correction(name: str, part: Any = None) -> Any:

@@ -25,8 +25,10 @@ from grpo_lab.objectives.objective import Gather
 
 def covariance(batch: TokenBatch, gather: Gather) -> tuple[Tensor, int]:
     """Return each token's part of the covariance, ``[B, T]``, and the number of tokens over all ranks."""
-    logps, advantages = batch.logps.detach(), batch.advantages.expand(batch.mask.shape)
-    all_logps, all_advantages = gather(logps[batch.mask]), gather(advantages[batch.mask])
+    logps = batch.logps.detach()
+    advantages = batch.advantages.expand(batch.mask.shape)
+    all_logps = gather(logps[batch.mask])
+    all_advantages = gather(advantages[batch.mask])
     found = (advantages - all_advantages.mean()) * (safe(logps, batch.mask) - all_logps.mean())
     return found, all_logps.numel()
 
@@ -50,7 +52,8 @@ def draw(batch: TokenBatch) -> Tensor:
 def first(score: Tensor, eligible: Tensor, count: int, places: Tensor, gather: Gather) -> Tensor:
     """Return the ``count`` eligible tokens of highest score over all ranks, bool ``[B, T]``; of equal scores those that
     the draw has first. Tokens that are equal in both are chosen together."""
-    scores, drawn = gather(score[eligible]), gather(places[eligible])
+    scores = gather(score[eligible])
+    drawn = gather(places[eligible])
     if scores.numel() <= count:
         return eligible
     order = drawn.argsort()

@@ -56,7 +56,8 @@ class GeometricMean:
         """Return for the log which tokens lost their gradient to the clip, bool ``[B, T]``."""
         moved, counted = self._clipped(batch)
         lost = moved != counted
-        low, high = lost & (batch.advantages < 0), lost & (batch.advantages > 0)
+        low = lost & (batch.advantages < 0)
+        high = lost & (batch.advantages > 0)
         return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
 
     def literal(self, row: LiteralRow, t: int) -> float:

@@ -149,5 +149,7 @@ class MixedObjective(Objective):
             rows = task.rows(batch)
             for name, values in task.diagnostics(task.its_own(batch)).items():
                 values = torch.where(rows, values.to(batch.logps.dtype), 0.0)
-                found[name] = found[name] + values if name in found else values
+                if name in found:
+                    values = found[name] + values
+                found[name] = values
         return found

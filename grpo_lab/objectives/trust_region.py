@@ -66,7 +66,8 @@ class _WithinRegion:
     def outside(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the tokens that would move on outwards, bool ``[B, T]`` each: too unlikely already with Â < 0, too
         likely with Â > 0."""
-        logps, sampled = batch.logps.detach(), batch.sampler_logps
+        logps = batch.logps.detach()
+        sampled = batch.sampler_logps
         far = self._far(logps, sampled)
         low = (far > self.threshold_low) & (logps < sampled) & (batch.advantages < 0)
         high = (far > self.high) & (logps > sampled) & (batch.advantages > 0)
@@ -87,7 +88,8 @@ class _WithinRegion:
         return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
 
     def _literal(self, row: LiteralRow, t: int, far: float) -> float:
-        new, was = row.logps[t], row.sampler_logps[t]
+        new = row.logps[t]
+        was = row.sampler_logps[t]
         if row.advantage < 0 and new < was and far > self.threshold_low:
             return 0.0
         if row.advantage > 0 and new > was and far > self.high:
@@ -149,7 +151,8 @@ class KLRegion(_WithinRegion):
 
     def literal(self, row: LiteralRow, t: int) -> float:
         """Compute the loss of token ``t`` with plain floats."""
-        new, was = math.exp(row.logps[t]), math.exp(row.sampler_logps[t])
+        new = math.exp(row.logps[t])
+        was = math.exp(row.sampler_logps[t])
         rest = (1 - was) * math.log((1 - was + TINY) / (1 - new + TINY))
         return self._literal(row, t, was * (row.sampler_logps[t] - row.logps[t]) + rest)
 

@@ -42,7 +42,9 @@ def for_task(reward: Any, task: str) -> Any:
     if scope == "group":
         return GroupForTask(reward, task)
     waits = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(type(reward), "__call__", None))  # noqa: B004
-    return (AwaitedForTask if waits else ForTask)(reward, task)
+    if waits:
+        return AwaitedForTask(reward, task)
+    return ForTask(reward, task)
 
 
 def name_of(reward: Any) -> str:
@@ -84,7 +86,10 @@ class ForTask(_Wrapped):
         """Score the rows of the task; None for all others. Raises ValueError if the rows do not say their task."""
         inputs = {"prompts": prompts, "completions": completions, **columns}
         mine, own = self._own(inputs)
-        return self._spread(mine, self.reward(**own) if mine else [], inputs)
+        found: Any = []
+        if mine:
+            found = self.reward(**own)
+        return self._spread(mine, found, inputs)
 
     def _own(self, inputs: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
         """Return the numbers of the task's rows, and what the reward gets of them."""
@@ -141,7 +146,9 @@ class AwaitedForTask(ForTask):
     ) -> Values:
         inputs = {"prompts": prompts, "completions": completions, **columns}
         mine, own = self._own(inputs)
-        found: Any = await self.reward(**own) if mine else []
+        found: Any = []
+        if mine:
+            found = await self.reward(**own)
         spread: Values = self._spread(mine, found, inputs)
         return spread
 

@@ -119,9 +119,10 @@ def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> b
         wide_toy_batch(objective, (0.0,) * 6),
         wide_toy_batch(objective, (2.0, 0.0, 0.3, 0.0, -1.0, 0.0)),
     ):
+        silent = (batch.advantages == 0).all(1)
         everything = dict.fromkeys(batch.chosen, batch.mask)
-        for given in [batch, *([replace(batch, chosen=everything)] if everything else [])]:
-            if not _vanishes(token_loss, given, (batch.advantages == 0).all(1)):
+        for given in (batch, replace(batch, chosen=everything)):
+            if not _vanishes(token_loss, given, silent):
                 return False
     return True
 
@@ -143,7 +144,8 @@ def _vanishes(token_loss: TokenLoss, batch: TokenBatch, rows: Tensor) -> bool:
     gradient = torch.zeros_like(batch.logps)
     if loss.requires_grad:
         (found,) = torch.autograd.grad(loss.sum(), batch.logps, retain_graph=True, allow_unused=True)
-        gradient = gradient if found is None else found
+        if found is not None:
+            gradient = found
     return bool((loss[rows] == 0).all() and (gradient[rows] == 0).all())
 
 
@@ -248,7 +250,10 @@ def prove_correction(correction: Correction) -> None:
     x, mask = toy_ratios()
     weights = _weights_of(correction, x.clone().requires_grad_(True), mask)
     if not isinstance(weights, Tensor) or tuple(weights.shape) not in ((4, 4), (4, 1)):
-        seen = f"a tensor {list(weights.shape)}" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
+        if isinstance(weights, Tensor):
+            seen = f"a tensor {list(weights.shape)}"
+        else:
+            seen = f"a {type(weights).__name__}"
         raise ValueError(f"{whose} returned {seen} for 4 rows of 4 tokens; it must return a tensor [4, 4] or [4, 1]")
     if weights.requires_grad:
         raise ValueError(f"{whose} returned weights with a gradient; a weight is a constant of the loss: detach it")
@@ -257,7 +262,9 @@ def prove_correction(correction: Correction) -> None:
         raise ValueError(f"{whose} returned {weights[mask].tolist()}; weights must be finite and at least 0")
     if getattr(correction, "whole_batch", False):
         return
-    formula: Any = getattr(correction, "literal", None) if "literal" in dir(type(correction)) else None
+    formula: Any = None
+    if "literal" in dir(type(correction)):
+        formula = correction.literal  # type: ignore[attr-defined]
     for row, length in enumerate(mask.sum(1).tolist()):
         alone = _weights_of(correction, x[row : row + 1, :length], mask[row : row + 1, :length])
         if not torch.allclose(alone.expand(1, length)[0], weights[row, :length], rtol=CLOSE, atol=CLOSE):
@@ -265,7 +272,10 @@ def prove_correction(correction: Correction) -> None:
                 f"{whose} weighs a row by other rows, or by its padding; if it is meant to, it must say "
                 "`whole_batch = True`, and gets all rows of a generation batch"
             )
-        expected = [formula(x[row, :length].tolist(), t) for t in range(length)] if formula is not None else []
+        if formula is not None:
+            expected = [formula(x[row, :length].tolist(), t) for t in range(length)]
+        else:
+            expected = []
         for found, literal in zip(weights[row].tolist(), expected, strict=False):
             if not math.isclose(found, literal, rel_tol=CLOSE, abs_tol=CLOSE):
                 raise RuntimeError(f"{whose} gives the weight {found:.12g}, and its formula gives {literal:.12g}")

@@ -154,9 +154,11 @@ def _without_the_runs_own(args: Any, settings: LabSettings) -> Any:
 def _of_task(name: str, settings: LabSettings) -> LabSettings:
     """Return the run's settings with the objective and the advantage rule of one of its ``tasks``."""
     task = settings.tasks[name]
-    objective, advantage = settings.objective, settings.advantage
+    objective = settings.objective
+    advantage = settings.advantage
     if task.objective is not None:
-        objective, advantage = read(ObjectiveSettings, task.objective, f"tasks.{name}.objective"), None
+        objective = read(ObjectiveSettings, task.objective, f"tasks.{name}.objective")
+        advantage = None
     if task.advantage is not None:
         advantage = read(AdvantageSettings, task.advantage, f"tasks.{name}.advantage")
     return knobs.with_registered(replace(settings, objective=objective, advantage=advantage, tasks={}))

@@ -182,7 +182,10 @@ def check_rows(tasks: Mapping[str, TaskSettings], rows: Any, setting: str) -> No
     if not tasks:
         return
     if not isinstance(rows, Dataset):
-        seen = "there is none" if rows is None else f"it is a {type(rows).__name__}"
+        if rows is None:
+            seen = "there is none"
+        else:
+            seen = f"it is a {type(rows).__name__}"
         raise ValueError(f"`tasks` reads the column {COLUMN!r} of `{setting}`, a datasets.Dataset, and {seen}")
     if COLUMN not in rows.column_names:
         raise ValueError(

@@ -67,8 +67,10 @@ class EntropyOfStep:
         if coefficient == 0:
             return policy_loss
         tokens = Carried(dict(batch.extras)).bonus_tokens
-        tokens = (bonus_tokens(kept) if tokens is None else tokens).unsqueeze(1)
-        return policy_loss + bonus.loss(batch, replace(denominators, micro_batch_tokens=tokens), coefficient)
+        if tokens is None:
+            tokens = bonus_tokens(kept)
+        own = replace(denominators, micro_batch_tokens=tokens.unsqueeze(1))
+        return policy_loss + bonus.loss(batch, own, coefficient)
 
     def _coefficient(self, bonus: EntropyBonus) -> float:
         """Return c in force; 0 while a critic learns alone."""
@@ -84,8 +86,14 @@ class EntropyOfStep:
         assert batch.entropies is not None  # the policy's head makes them
         if self._trainer.recorder.mode() == "train":  # an evaluation does not steer the coefficient
             entropy = torch.stack([masked_sum(batch.entropies, kept).float(), kept.sum().float()])
-            self._entropy = entropy if self._entropy is None else self._entropy + entropy
-        self._policy_loss = policy_loss if self._policy_loss is None else self._policy_loss + policy_loss
+            if self._entropy is None:
+                self._entropy = entropy
+            else:
+                self._entropy = self._entropy + entropy
+        if self._policy_loss is None:
+            self._policy_loss = policy_loss
+        else:
+            self._policy_loss = self._policy_loss + policy_loss
 
     def record(self, micro_batches: int, accumulation: float) -> None:
         """Log the policy loss of the rows measured since the last call, which are ``micro_batches`` of a step of

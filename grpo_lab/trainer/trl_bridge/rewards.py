@@ -44,13 +44,18 @@ def correctness_columns(reward_funcs: list[Any]) -> list[int]:
         if measures_correctness(reward):
             first.setdefault(reward.task if isinstance(reward, ForTask) else None, column)
     columns = sorted(first.values())
-    return columns[:1] if None in first and columns[0] == first[None] else columns
+    if None in first and columns[0] == first[None]:
+        return columns[:1]
+    return columns
 
 
 def measures_correctness(reward: Any) -> bool:
     """Return whether a reward measures correctness: it has ``measures_correctness = True``, or is TRL's accuracy_reward
     or an AccuracyReward. A ``partial`` counts as the function that it holds, a ``ForTask`` as the reward in it."""
     while isinstance(reward, (functools.partial, ForTask)):
-        reward = reward.reward if isinstance(reward, ForTask) else reward.func
+        if isinstance(reward, ForTask):
+            reward = reward.reward
+        else:
+            reward = reward.func
     own = getattr(reward, "measures_correctness", False)
     return bool(own or reward_name(reward) in ("accuracy_reward", "AccuracyReward"))
