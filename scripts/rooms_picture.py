@@ -33,6 +33,7 @@ FLOORS: tuple[tuple[str, dict[str, str]], ...] = (
             "data": "rows, prompts",
             "curation": "which rows",
             "engines": "completions, vLLM",
+            "turns": "tools, trajectories",
             "rewards": "text → score",
             "advantages": "score → advantage",
             "objectives": "ratio, surrogate, KL",

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_lab"
 
 BASE = {"batch", "registry", "settings"}
-MIDDLE = {"objectives", "advantages", "rewards", "update", "engines", "data", "curation", "diagnostics"}
+MIDDLE = {"objectives", "advantages", "rewards", "update", "engines", "data", "curation", "diagnostics", "turns"}
 UPPER = (
     BASE | MIDDLE | {"finite", "hub", "io", "locks", "reading", "sandbox", "signals", "verifiers", "visible", "trainer"}
 )
@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "curation": BASE | {"finite", "io", "locks", "reading", "verifiers", "visible"},
     "engines": BASE | {"finite", "io", "requirements", "signals", "verifiers", "sandbox"},
     "diagnostics": BASE | {"verifiers"},
+    "turns": BASE | {"engines", "io", "signals", "sandbox"},
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
     "trainer": BASE | MIDDLE | {"finite", "io", "reading", "requirements", "signals", "verifiers", "sandbox"},
     "evaluation": UPPER,

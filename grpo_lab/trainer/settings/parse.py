@@ -32,6 +32,7 @@ from grpo_lab.settings import (
 from grpo_lab.trainer.settings.sampler import SamplerSettings
 from grpo_lab.trainer.settings.tasks import TaskSettings
 from grpo_lab.trainer.settings.update import UpdateSettings, word
+from grpo_lab.turns.turn_settings import TurnSettings
 
 
 def reward_schedules(written: Any) -> dict[str, Schedule]:
@@ -259,6 +260,8 @@ class RolloutSettings:
             With 1 the sampler correction is required (by default ``token_truncate``).
         cut_after: with ``use_vllm``: tokens after which an unfinished completion is put aside, to be continued with the
             next generation batch. The sampler correction is required. ``None``: the whole batch is waited for.
+        turns: with ``tools`` or an environment: every trajectory goes on as soon as its own tools have answered, within
+            the limits of ``TurnSettings``; ``{}``: with their defaults; ``None``: TRL's loop, in which all wait.
     """
 
     verify_every: Count = 50
@@ -271,6 +274,7 @@ class RolloutSettings:
     generate: Literal["auto", "groups", "compiled", "stock"] = "auto"
     overlap: Annotated[Ahead, NULL_IS_DEFAULT] = 0
     cut_after: Segment | None = None
+    turns: TurnSettings | None = None
 
     def __post_init__(self) -> None:
         EngineOptions.from_mapping(self.engine or {})

@@ -1,0 +1,66 @@
+"""What the loop over turns asks of others: an engine that streams, a template that joins messages, tools that answer,
+and a journal that remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from grpo_lab.turns.trajectory import Call, Trajectory
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """What an engine wrote for one request: tokens, their log-probs (``None``: it gives none), and the optimizer steps
+    that its policy had taken."""
+
+    ids: list[int]
+    logprobs: list[float | None] | None
+    version: int
+
+
+class TurnEngine(Protocol):
+    """An engine whose requests end one by one."""
+
+    #: Whether requests are only answered all together. Then the loop hands in what is ready, and waits for all of it.
+    in_rounds: bool
+
+    def submit(self, key: int, ids: list[int], room: int) -> None:
+        """Ask for at most ``room`` tokens that follow ``ids``. ``key`` names the request."""
+
+    def collect(self, wait: float) -> list[tuple[int, TurnTokens]]:
+        """Return what has ended. Wait at most ``wait`` seconds if nothing has; with ``in_rounds``, answer all."""
+
+
+class Dialogue(Protocol):
+    """How messages become tokens and tokens become messages, for one tokenizer and template."""
+
+    def parsed(self, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
+        """Return the assistant's message of a turn's tokens; its ``tool_calls`` if it calls tools; ``unparsable: True``
+        if it began a call that cannot be read."""
+
+    def answers(self, messages: Sequence[Mapping[str, Any]], before: Sequence[int]) -> list[int]:
+        """Return the tokens that follow a turn: the tools' messages, and the header of the next turn. ``before`` are
+        all tokens up to there. Raise ``CutAnew`` where the template would cut earlier tokens anew."""
+
+    def cut(self, text: str, tokens: int) -> tuple[str, bool]:
+        """Return ``text`` with at most ``tokens`` tokens and a mark behind it, and whether it was cut."""
+
+
+class Tools(Protocol):
+    """Calls of tools, each with its limits."""
+
+    def begin(self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]]) -> Future[list[Call]]:
+        """Make the calls of one turn, one after the other, async ones side by side. Never raises for a tool's fault."""
+
+
+class Journal(Protocol):
+    """What outlives a kill. ``key`` is the place of a trajectory in the batch."""
+
+    def calls(self, key: int, trajectory: Trajectory, calls: Sequence[Mapping[str, Any]]) -> None:
+        """Note that these calls are about to be made."""
+
+    def advanced(self, key: int, trajectory: Trajectory, environment: Any) -> None:
+        """Note the trajectory after its tools have answered, or when it has ended."""

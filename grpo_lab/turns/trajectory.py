@@ -1,0 +1,123 @@
+"""A trajectory: the tokens and messages of one rollout over several turns, and what happened in each turn.
+
+A turn is what the policy writes until it stops, and the answers of the tools that it called. The completion of a
+trajectory is then
+
+    own tokens of turn 1 | tool answers | own tokens of turn 2 | tool answers | …
+
+Tool answers carry no loss: ``mask`` is 0 there and ``logprobs`` NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a tool.
+
+    Args:
+        name: name of the tool as the policy wrote it.
+        arguments: the arguments as the policy wrote them, parsed.
+        answer: what the policy is told, cut to the limit.
+        failure: why there is no proper answer: ``raised``, ``timed_out``, ``unknown`` (no such tool), ``unparsable``,
+            ``interrupted`` (the run was killed meanwhile); ``None``: the tool has answered.
+        seconds: wall-clock seconds of all tries together.
+        tries: how often the tool was called.
+        cut: whether the answer was longer than allowed.
+    """
+
+    name: str
+    arguments: Any
+    answer: Any
+    failure: str | None = None
+    seconds: float = 0.0
+    tries: int = 1
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy and the calls that it made.
+
+    Args:
+        first: index of its first own token in the completion.
+        end: index behind its last own token, so that it has ``end - first`` tokens.
+        version: optimizer steps that the policy had taken when it wrote this turn.
+        calls: the tools' calls, in the order of their answers.
+        limit: limit that this turn reached: ``turn_tokens``, ``tool_tokens``, or ``None``.
+        inserted: how many of its tokens a thinking budget put there (they carry no loss).
+    """
+
+    first: int
+    end: int
+    version: int
+    calls: tuple[Call, ...] = ()
+    limit: str | None = None
+    inserted: int = 0
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A rollout as far as it has come. ``ids``, ``mask`` and ``logprobs`` have one entry per token of the completion.
+
+    Args:
+        prompt: tokens of the prompt.
+        ids: tokens of the completion so far, tool answers included.
+        mask: 1 for a token that the policy wrote, 0 for tool answers and inserted text.
+        logprobs: log-prob of each token under the policy that sampled it, in nats; NaN where ``mask`` is 0; ``None``
+            where the engine gave none.
+        messages: the assistant's and the tools' messages, as TRL's rewards get them.
+        turns: turns so far.
+        ended: why it has ended: ``answered`` (no further call), ``turns`` (limit of turns), ``completion`` (no room
+            left in ``max_completion_length`` or in the context), ``unparsable``; ``None``: it goes on.
+    """
+
+    prompt: list[int]
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float | None] | None
+    messages: list[dict[str, Any]]
+    turns: tuple[Turn, ...] = ()
+    ended: str | None = None
+
+    @classmethod
+    def begin(cls, prompt: Sequence[int]) -> Trajectory:
+        """Return a trajectory without a token yet."""
+        return cls(list(prompt), [], [], [], [])
+
+    @property
+    def so_far(self) -> list[int]:
+        """Tokens that the engine goes on from: the prompt and the completion."""
+        return [*self.prompt, *self.ids]
+
+    @property
+    def own_tokens(self) -> int:
+        """Number of tokens that the policy wrote."""
+        return sum(self.mask)
+
+    def with_own(self, ids: Sequence[int], logprobs: Sequence[float | None] | None, version: int) -> Trajectory:
+        """Return the trajectory with one more turn of the policy, whose message and calls are not there yet."""
+        first = len(self.ids)
+        scored: list[float | None] | None = None
+        if self.logprobs is not None and logprobs is not None:
+            scored = [*self.logprobs, *logprobs]
+        turn = Turn(first, first + len(ids), version)
+        return replace(
+            self,
+            ids=[*self.ids, *ids],
+            mask=[*self.mask, *[1] * len(ids)],
+            logprobs=scored,
+            turns=(*self.turns, turn),
+        )
+
+    def with_foreign(self, ids: Sequence[int]) -> Trajectory:
+        """Return the trajectory with tokens that the policy did not write (tool answers)."""
+        scored = self.logprobs
+        if scored is not None:
+            scored = [*scored, *[math.nan] * len(ids)]
+        return replace(self, ids=[*self.ids, *ids], mask=[*self.mask, *[0] * len(ids)], logprobs=scored)

@@ -1,0 +1,84 @@
+"""What a team sets about turns (``rollout: {turns: …}``), and what it marks on its tools and environments.
+
+    @repeatable                 a call may be made twice: it changes nothing outside, or the same thing each time
+    @in_process                 a call runs in a process of its own, which is killed when it takes too long
+
+An environment is TRL's (``reset``, public methods as tools, ``get_reward``). What it may offer beside that:
+
+    turn_rewards() -> list      a score, or None, for each turn so far (``rewards/turns.py``)
+    state_dict() -> dict        plain numbers, texts, lists and mappings; with ``load_state_dict(state)`` a killed run
+                                goes on inside a trajectory
+    deterministic = True        the same calls after the same ``reset`` give the same answers: a killed run may replay
+                                them instead
+    repeatable = True           calls that were on their way when a run was killed may be made again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, Literal, TypeVar
+
+from grpo_lab.settings import NULL_IS_DEFAULT, Count, Positive, Seconds, settings
+
+Tool = TypeVar("Tool", bound=Callable[..., Any])
+
+#: What stands behind a tool's answer that was cut.
+CUT_MARK = "\n[… cut: {missing} of {whole} tokens left out]"
+#: Name of the column that every reward gets in a run with ``rollout.turns``: the ``Turn`` objects of each completion.
+TURNS_COLUMN = "turns"
+
+
+@settings()
+class TurnSettings:
+    """``rollout.turns``: trajectories that go on as soon as their own tools have answered, and their limits.
+
+    Args:
+        max_turns: turns that the policy may write, the first included; ``None``: TRL's
+            ``max_tool_calling_iterations`` + 1.
+        turn_tokens: most tokens of one turn of the policy; ``None``: only ``max_completion_length`` counts.
+        tool_tokens: most tokens of the text of one tool's answer; the rest is cut, with a mark.
+        tool_seconds: seconds after which a call is given up. A tool in a process is killed then; one in a thread
+            cannot be, and is left alone.
+        retries: how often a call that raised or was given up is made again, if the tool says that it may be repeated.
+        processes: names of tools that run in a process of their own.
+        threads: how many calls run at the same time.
+        max_concurrent: how many trajectories are on their way at the same time; ``None``: all of the batch.
+        unparsable: what a turn with a call that cannot be read does: ``end`` the trajectory, or ``answer`` the policy
+            with an error, as a tool would.
+        earlier_thinking: what becomes of thinking in earlier turns: ``keep`` its tokens, as they were written, or
+            ``refuse`` a template that would drop them.
+    """
+
+    max_turns: Positive | None = None
+    turn_tokens: Positive | None = None
+    tool_tokens: Positive | None = None
+    tool_seconds: Annotated[Seconds, NULL_IS_DEFAULT] = 60.0
+    retries: Annotated[Count, NULL_IS_DEFAULT] = 0
+    processes: tuple[str, ...] = ()
+    threads: Annotated[Positive, NULL_IS_DEFAULT] = 32
+    max_concurrent: Positive | None = None
+    unparsable: Literal["end", "answer"] = "end"
+    earlier_thinking: Literal["keep", "refuse"] = "keep"
+
+
+def repeatable(tool: Tool) -> Tool:
+    """Mark a tool whose calls may be repeated."""
+    tool.repeatable = True  # type: ignore[attr-defined]
+    return tool
+
+
+def in_process(tool: Tool) -> Tool:
+    """Mark a tool that runs in a process of its own. Its arguments and its answer must be plain values."""
+    tool.in_process = True  # type: ignore[attr-defined]
+    return tool
+
+
+def may_repeat(tool: Callable[..., Any]) -> bool:
+    """Return whether a call of the tool may be made again: marked, or a method of a repeatable environment."""
+    owner = getattr(tool, "__self__", None)
+    return bool(getattr(tool, "repeatable", False) or getattr(owner, "repeatable", False))
+
+
+def runs_in_process(tool: Callable[..., Any], names: Collection[str] = ()) -> bool:
+    """Return whether the tool runs in a process: marked, or one of ``names`` (``rollout.turns.processes``)."""
+    return bool(getattr(tool, "in_process", False)) or getattr(tool, "__name__", "") in names
