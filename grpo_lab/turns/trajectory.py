@@ -51,6 +51,7 @@ class Turn:
         calls: the tools' calls, in the order of their answers.
         limit: limit that this turn reached: ``turn_tokens``, ``tool_tokens``, or ``None``.
         inserted: how many of its tokens a thinking budget put there (they carry no loss).
+        ended: why the trajectory ended with this turn (``Trajectory.ended``); ``None``: it went on.
     """
 
     first: int
@@ -59,6 +60,7 @@ class Turn:
     calls: tuple[Call, ...] = ()
     limit: str | None = None
     inserted: int = 0
+    ended: str | None = None
 
 
 @dataclass(frozen=True)

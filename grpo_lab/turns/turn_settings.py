@@ -5,7 +5,7 @@
 
 An environment is TRL's (``reset``, public methods as tools, ``get_reward``). What it may offer beside that:
 
-    turn_rewards() -> list      a score, or None, for each turn so far (``rewards/turns.py``)
+    turn_rewards() -> list      a score, or None, for each turn so far (``rewards/turn_scores.py``)
     state_dict() -> dict        plain numbers, texts, lists and mappings; with ``load_state_dict(state)`` a killed run
                                 goes on inside a trajectory
     deterministic = True        the same calls after the same ``reset`` give the same answers: a killed run may replay
