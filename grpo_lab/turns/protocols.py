@@ -57,10 +57,18 @@ class Tools(Protocol):
 
 
 class Journal(Protocol):
-    """What outlives a kill. ``key`` is the place of a trajectory in the batch."""
+    """What outlives a kill. It stands before the engine and before the tools, and gives their answers again to a loop
+    that begins anew. The loop itself knows nothing of it but these two."""
 
-    def calls(self, key: int, trajectory: Trajectory, calls: Sequence[Mapping[str, Any]]) -> None:
-        """Note that these calls are about to be made."""
+    def engine(self, engine: TurnEngine) -> TurnEngine:
+        """Return the engine that the loop asks instead: with the answers that were written down before the kill."""
 
-    def advanced(self, key: int, trajectory: Trajectory, environment: Any) -> None:
-        """Note the trajectory after its tools have answered, or when it has ended."""
+    def begin(
+        self,
+        key: int,
+        calls: Sequence[Mapping[str, Any]],
+        tools: Mapping[str, Callable[..., Any]],
+        make: Callable[..., Future[list[Call]]],
+    ) -> Future[list[Call]]:
+        """Answer the calls of trajectory ``key`` (its place in the batch), in place of ``Tools.begin``, which is
+        ``make(calls, tools)``: with what is known of them, and by making the rest."""
