@@ -9,11 +9,21 @@ from typing import Any
 from torch import Tensor
 
 from grpo_lab import registry
-from grpo_lab.advantages.group import BatchZScore, GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
+from grpo_lab.advantages.baselines import (
+    BatchZScore,
+    GroupMax,
+    GroupMean,
+    GroupZScore,
+    LeaveOneOut,
+    PasskMargin,
+    Raw,
+)
+from grpo_lab.advantages.gae import GAE, gae, reads_values
 from grpo_lab.advantages.mixed import MixedAdvantage
-from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
-from grpo_lab.advantages.returns import GAE, Returns, gae, reads_values, reward_to_go
-from grpo_lab.advantages.success_rate import MaxRL, PassAtK, PasskMargin
+from grpo_lab.advantages.process import Process, outcome_of
+from grpo_lab.advantages.returns import Returns, reward_to_go
+from grpo_lab.advantages.step_table import StepTable, spread
+from grpo_lab.advantages.success_rate import MaxRL, PassAtK
 from grpo_lab.advantages.token_baseline import OptimalTokenBaseline, reads_token_energy
 from grpo_lab.advantages.whiten import Moments, level_of, masked_moments, reads_steps, takes_penalty, token_rule, whiten
 from grpo_lab.advantages.whole_table import GDPO, OPO, ReinforcePPBaseline

@@ -1,8 +1,5 @@
-"""Rules that give each completion one advantage: group mean (Dr.GRPO), raw, best of the group, leave-one-out (RLOO),
-z-score (GRPO), batch z-score.
-
-Also what they share: the check of the rewards, NaN-aware mean and standard deviation, and the test for dead groups,
-whose rewards are all equal.
+"""What rules of a group share: the check of the rewards, NaN-aware mean and standard deviation, and the test for dead
+groups, whose rewards are all equal.
 """
 
 from __future__ import annotations
@@ -56,6 +53,8 @@ def has_equal(values: Tensor, group: Tensor, groups: int) -> Tensor:
 
 #: Number that verl's rules, and the code that grew out of verl, add to a divisor.
 VERLS_EPSILON = 1e-6
+
+
 #: Setting ``std`` of a rule → number that is subtracted from n in the denominator.
 DEVIATIONS = {"population": 0, "sample": 1}
 
@@ -97,90 +96,3 @@ class StdNormalized:
 def scorable(advantages: Tensor, rewards: Tensor) -> Tensor:
     """Flatten advantages to ``[N]`` in the type of ``rewards``. Rows that could not be scored (NaN) get 0."""
     return advantages.reshape(-1).nan_to_num(nan=0.0).to(rewards.dtype)
-
-
-@dataclass(frozen=True)
-class GroupMean:
-    """Â_i = r_i − mean(r of its group).
-
-    Source: Dr.GRPO (arXiv 2503.20783, §3.2). No division by the standard deviation, which would over-weight questions
-    that are almost always or almost never solved.
-    """
-
-    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
-        grouped = by_group(rewards, group_size)
-        return scorable(grouped - group_average(grouped), rewards)
-
-
-@dataclass(frozen=True)
-class Raw:
-    """Â_i = r_i: the reward itself is the advantage, without a baseline.
-
-    Source: Williams 1992; CS336 lecture 17 ("naive" deltas). The gradient is unbiased, of high variance. A row adds
-    nothing to it only where its reward is exactly 0, or NaN.
-    """
-
-    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
-        return scorable(by_group(rewards, group_size), rewards)
-
-
-@dataclass(frozen=True)
-class GroupMax:
-    """Â_i = r_i if r_i is the group's maximum, else 0 (ties are all kept).
-
-    Source: CS336 lecture 17 ("max" deltas): best-of-n imitation. Note that a group of equal rewards is *not* dead here.
-    """
-
-    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
-        grouped = by_group(rewards, group_size)
-        best = grouped.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
-        return scorable(torch.where(grouped == best, grouped, torch.zeros_like(grouped)), rewards)
-
-
-@dataclass(frozen=True)
-class LeaveOneOut:
-    """Â_i = r_i − mean(r_j, j ≠ i) = (r_i − mean r) · n/(n − 1), n scorable completions of the group.
-
-    Source: RLOO (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740, eq. 8). Unbiased. A group with a single scorable
-    completion has no baseline and gets 0. The second form is computed: it loses no digits to a large common offset.
-    """
-
-    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
-        grouped = by_group(rewards, group_size)
-        count = (~grouped.isnan()).sum(dim=1, keepdim=True)
-        return scorable((grouped - group_average(grouped)) * count / (count - 1).clamp(min=1), rewards)
-
-
-@dataclass(frozen=True)
-class GroupZScore(StdNormalized):
-    """Â_i = (r_i − mean r)/(std r + ε), mean and std over the group.
-
-    Source: DeepSeekMath (arXiv 2402.03300, §4.1.2). ``epsilon`` is not given there; 1e-4 is TRL's.
-
-    Args:
-        epsilon: added to the standard deviation, ≥ 0.
-        std: ``sample`` (n − 1 in the denominator, as TRL and the papers' code) or ``population`` (n).
-    """
-
-    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
-        grouped = by_group(rewards, group_size)
-        std = deviation(grouped, 1, True, self.std)
-        return scorable((grouped - group_average(grouped)) / (std + self.epsilon), rewards)
-
-
-@dataclass(frozen=True)
-class BatchZScore(GroupZScore):
-    """Â_i = (r_i − mean of its group)/(std of the whole batch + ε).
-
-    Source: "Tricks or Traps" (arXiv 2508.08221, §4.1, group-level mean with batch-level std); TRL's
-    ``scale_rewards="batch"``. Keeps GRPO's scale without its per-question weights.
-
-    Args:
-        epsilon: added to the standard deviation, ≥ 0.
-        std: ``sample`` (n − 1 in the denominator, as TRL) or ``population`` (n).
-    """
-
-    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
-        grouped = by_group(rewards, group_size)
-        std = deviation(grouped.reshape(-1), 0, False, self.std)
-        return scorable((grouped - group_average(grouped)) / (std + self.epsilon), rewards)

@@ -9,15 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.group import (
-    VERLS_EPSILON,
-    StdNormalized,
-    by_group,
-    check_epsilon,
-    deviation,
-    group_average,
-    scorable,
-)
+from grpo_lab.advantages.group import VERLS_EPSILON, by_group, check_epsilon, group_average, scorable
 
 
 @dataclass(frozen=True)
@@ -109,32 +101,3 @@ class PassAtK:
         advantages = torch.where(right, all_fail, all_fail - others_fail) / spread
         taught = ~grouped.isnan() & (all_fail > 0) & (all_fail < 1)
         return scorable(advantages.masked_fill(~taught, 0.0), rewards)
-
-
-@dataclass(frozen=True)
-class PasskMargin(StdNormalized):
-    """Â = r_best − r_second for the best completion of the group, 0 for all others; 0 for all where the best is tied.
-
-    Each completion's contribution to the best reward of its group: what the maximum would lose without it.
-
-    Source: "Optimizing Language Models for Inference Time Objectives" (arXiv 2503.19595: pass@k with k = G, leave one
-    out), as verl's ``grpo_passk``. verl divides by the group's standard deviation + 1e-6 by default (``over_std``); the
-    leave-one-out estimate does not. How we differ: a group with one scorable completion gets 0 (verl refuses it).
-
-    Args:
-        over_std: divide by the group's standard deviation + ``epsilon``.
-        epsilon: added to the standard deviation, ≥ 0.
-        std: ``sample`` (n − 1 in the denominator, as verl) or ``population`` (n).
-    """
-
-    epsilon: float = VERLS_EPSILON
-    over_std: bool = False
-
-    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
-        grouped = by_group(rewards, group_size)
-        known = torch.nn.functional.pad(grouped.nan_to_num(nan=-torch.inf), (0, 1), value=-torch.inf)
-        best, second = known.topk(2, dim=1).values.split(1, dim=1)
-        margin = torch.where(second > -torch.inf, best - second, 0.0)
-        if self.over_std:
-            margin = margin / (deviation(grouped, 1, True, self.std) + self.epsilon)
-        return scorable(torch.where(grouped == best, margin, torch.zeros_like(grouped)), rewards)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.group import GroupMean
+from grpo_lab.advantages.baselines import GroupMean
 from grpo_lab.batch import RewardTable, safe
 
 

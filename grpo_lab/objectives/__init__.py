@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from grpo_lab.batch import Denominators, TokenBatch
+from grpo_lab.objectives.adaptive_kl import AdaptiveKL
 from grpo_lab.objectives.aggregation import (
     AGGREGATIONS,
     Aggregation,
@@ -15,18 +16,21 @@ from grpo_lab.objectives.aggregation import (
     sequence_sum,
     token_mean,
 )
-from grpo_lab.objectives.clipped import Clipped, DetachedWeight, LiteralRow, Reinforce, Unclipped
+from grpo_lab.objectives.clip_cov import ClipCov
+from grpo_lab.objectives.clipped import Clipped
 from grpo_lab.objectives.corrections import (
     CORRECTIONS,
     Correction,
     register_correction,
     sampler_log_ratio,
 )
-from grpo_lab.objectives.covariance import ClipCov, KLCov
 from grpo_lab.objectives.entropy import AdaptiveEntropy, EntropyBonus
 from grpo_lab.objectives.gates import OffPolicyMask, TopEntropy, kept_tokens
 from grpo_lab.objectives.geometric_mean import GeometricMean
-from grpo_lab.objectives.kl import AdaptiveKL, KLTerm, k1, k2, k3
+from grpo_lab.objectives.kl import KLTerm
+from grpo_lab.objectives.kl_cov import KLCov
+from grpo_lab.objectives.kl_estimators import k1, k2, k3
+from grpo_lab.objectives.literal import LiteralRow
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.mixed import MixedObjective, TaskObjective
 from grpo_lab.objectives.objective import Gate, Gather, Objective, Selecting, Surrogate
@@ -39,7 +43,9 @@ from grpo_lab.objectives.ratios import (
     token_log_ratio,
 )
 from grpo_lab.objectives.sapo import SoftGate
-from grpo_lab.objectives.trust_region import KLRegion, PrimeRL, TotalVariationRegion
+from grpo_lab.objectives.trust_region.dppo import KLRegion, TotalVariationRegion
+from grpo_lab.objectives.trust_region.prime_rl import PrimeRL
+from grpo_lab.objectives.unclipped import DetachedWeight, Reinforce, Unclipped
 from grpo_lab.objectives.vespo import GammaWeight
 
 __all__ = [

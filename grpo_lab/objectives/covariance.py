@@ -1,5 +1,5 @@
-"""Clip-Cov and KL-Cov: the few tokens whose log-prob and advantage go most together are held back, since they are what
-makes entropy fall.
+"""The choice of Clip-Cov and KL-Cov: the few tokens whose log-prob and advantage go most together, which are what makes
+entropy fall.
 
 Both choose among the tokens of the whole micro-batch, over all ranks (``objectives.Selecting``), by their part of the
 covariance, (Â_t − mean Â) · (log π_t − mean log π).
@@ -11,15 +11,10 @@ place in it and its advantage. So no random state moves, and a choice does not d
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch, safe
-from grpo_lab.objectives.clipped import Clipped, LiteralRow
 from grpo_lab.objectives.objective import Gather
 
 
@@ -62,114 +57,6 @@ def first(score: Tensor, eligible: Tensor, count: int, places: Tensor, gather: G
     return eligible & ((score > scores[last]) | tied)
 
 
-def _check_share(share: float) -> None:
+def check_share(share: float) -> None:
     if not 0 < share <= 1:
         raise ValueError(f"`objective.share` is {share}; it must be a fraction of the tokens, above 0 and up to 1")
-
-
-@dataclass(frozen=True)
-class ClipCov:
-    """loss_t = 0 for the chosen tokens, else PPO's clipped loss.
-
-    Chosen are max(1, ⌊share · tokens⌋), drawn from the tokens with a covariance between ``cov_low`` and ``cov_high``
-    that the clip does not hold.
-
-    Source: Clip-Cov (arXiv 2505.22617, eq. 11–12, with the constants of its code). The paper's equation has no clip;
-    its code has PPO's, and so do we.
-
-    Args:
-        epsilon: clip width downwards, a fraction.
-        epsilon_high: clip width upwards; ``None`` means equal to ``epsilon``.
-        share: of all tokens, which are drawn.
-        cov_low: covariance above which a token may be drawn, nats times the unit of the advantage.
-        cov_high: covariance below which it may be.
-    """
-
-    epsilon: float = Clipped.epsilon
-    epsilon_high: float | None = None
-    share: float = 2e-4
-    cov_low: float = 1.0
-    cov_high: float = 5.0
-
-    selection: ClassVar[str] = "clip_cov"
-
-    def __post_init__(self) -> None:
-        _ = self.clip
-        _check_share(self.share)
-        if not self.cov_low < self.cov_high:
-            seen = f"`objective.cov_low` is {self.cov_low} and `objective.cov_high` is {self.cov_high}"
-            raise ValueError(f"{seen}; the first must be below the second")
-
-    @property
-    def clip(self) -> Clipped:
-        return Clipped(self.epsilon, self.epsilon_high)
-
-    def select(self, batch: TokenBatch, gather: Gather) -> Tensor:
-        """Return bool ``[B, T]``, the tokens of this micro-batch that get no gradient."""
-        covariances, tokens = covariance(batch, gather)
-        within = (covariances > self.cov_low) & (covariances < self.cov_high)
-        held = self.clip.diagnostics(batch)["clip_ratio/region_mean"]
-        count = max(1, int(self.share * tokens))
-        return first(torch.zeros_like(covariances), within & batch.mask & ~held, count, draw(batch), gather)
-
-    def __call__(self, batch: TokenBatch) -> Tensor:
-        return self.clip(batch).masked_fill(batch.chosen[self.selection], 0.0)
-
-    def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return for the log what PPO's clip cuts off."""
-        return self.clip.diagnostics(batch)
-
-    def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
-        if row.chosen[self.selection][t]:
-            return 0.0
-        return self.clip.literal(row, t)
-
-
-@dataclass(frozen=True)
-class KLCov:
-    """loss_t = −ρ_t · Â + coefficient · |log π(y_t) − log π_old(y_t)| · [t is chosen].
-
-    Chosen are the max(1, ⌊share · tokens⌋) tokens of highest covariance. Until the policy has moved the second term is
-    0, and so is its gradient.
-
-    Source: KL-Cov (arXiv 2505.22617, eq. 13–14, with the constants of its code: a share of 2·10⁻³ for 7B and 2·10⁻⁴ for
-    32B, coefficient 1). No clip, as there. The second term of eq. 14 is KL(π_old‖π); its Listing 1 and its code have
-    the absolute value.
-
-    A chosen token may have Â = 0 (where the mean advantage is not 0), so no row may be left out.
-
-    Args:
-        share: of all tokens, which are chosen.
-        coefficient: ≥ 0, per nat.
-    """
-
-    share: float = 2e-3
-    coefficient: float = 1.0
-
-    selection: ClassVar[str] = "kl_cov"
-    #: |log π − log π_old| is 0 until the policy has moved
-    idle_on_policy: ClassVar[tuple[str, ...]] = ("share", "coefficient")
-
-    def __post_init__(self) -> None:
-        _check_share(self.share)
-        if not 0 <= self.coefficient < math.inf:
-            raise ValueError(f"`objective.coefficient` is {self.coefficient}; it must be a finite number ≥ 0")
-
-    def select(self, batch: TokenBatch, gather: Gather) -> Tensor:
-        """Return bool ``[B, T]``, the tokens of this micro-batch that are pulled back."""
-        covariances, tokens = covariance(batch, gather)
-        count = max(1, int(self.share * tokens))
-        return first(covariances, batch.mask, count, draw(batch), gather)
-
-    def __call__(self, batch: TokenBatch) -> Tensor:
-        moved = safe(batch.logps - batch.proximal_logps, batch.mask)
-        pulled = moved.abs().masked_fill(~batch.chosen[self.selection], 0.0)
-        return -batch.ratio * batch.advantages + self.coefficient * pulled
-
-    def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
-        push = -math.exp(row.log_ratios[t]) * row.advantage
-        if not row.chosen[self.selection][t]:
-            return push
-        return push + self.coefficient * abs(row.logps[t] - row.proximal_logps[t])

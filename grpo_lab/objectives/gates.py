@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.batch import SAMPLER_LOGPS, TokenBatch, masked_row_mean
-from grpo_lab.objectives.clipped import LiteralRow
+from grpo_lab.objectives.literal import LiteralRow
 
 
 @dataclass(frozen=True)

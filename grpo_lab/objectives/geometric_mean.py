@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch, masked_row_mean, safe
-from grpo_lab.objectives.clipped import LiteralRow
+from grpo_lab.objectives.literal import LiteralRow
 
 
 @dataclass(frozen=True)

@@ -1,139 +1,23 @@
-"""KL estimators and where they act; β as a controller.
-
-With x = log π_ref − log π at a token sampled from π:
-
-=====  ============  ====================================  ===========================================
-name   value         as an estimate of KL(π‖π_ref)         gradient when put *in the loss*, on-policy
-=====  ============  ====================================  ===========================================
-k1     −x            unbiased, can be negative             0 in expectation: does nothing
-k2     x²/2          biased                                reverse KL of each next token, exactly
-k3     eˣ − x − 1    unbiased, ≥ 0                         *forward* KL(π_ref‖π) of each next token
-=====  ============  ====================================  ===========================================
-
-"Of each next token": the prefixes are held fixed, so a token is not charged for the divergence that it leads to later.
-*In the reward* (no gradient through the estimate) k1, summed over the completion, gives the gradient of the KL of whole
-completions exactly. So does k1 per token, with less noise; token t then pays for t and what comes after it.
-``k1_clamped`` = max(k1, 0) is 0 at a token that the reference prefers; it overstates the KL and is for the reward only.
-TRL's default (``use_bias_correction_kl``: ρ·k3 with ρ not detached) has on-policy exactly the gradient of k2.
-
-Sources: Schulman, "Approximating KL divergence" (2020); "Rethinking KL regularization in RLHF" (arXiv 2510.01555); per
-token in the reward: InstructGPT (arXiv 2203.02155, §3.5), PPO as DeepSeekMath writes it (arXiv 2402.03300, eq. 2); the
-clamp: alpaca_farm. The table is checked by exact enumeration in ``tests/reference/test_kl_gradients.py``.
-"""
+"""The KL term of an objective: which estimator, where it acts, and with which β."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch, masked_sum, safe
+from grpo_lab.objectives.adaptive_kl import AdaptiveKL
+from grpo_lab.objectives.kl_estimators import ESTIMATES, weighted_k3
 
 PLACEMENTS: tuple[str, ...] = ("loss", "reward")
+
+
 PER: tuple[str, ...] = ("sequence", "token")
-MAX_LOG_RATIO = 80.0
-"""Largest log-ratio, in nats, of which eˣ is taken by itself: float32 ends at e⁸⁸."""
 
 
-def k1(log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """−x = log π − log π_ref, nats per token."""
-    return log_policy - log_reference
-
-
-def k2(log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """x²/2, nats per token."""
-    return 0.5 * (log_reference - log_policy).square()
-
-
-def k3(log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """eˣ − x − 1, nats per token; ≥ 0."""
-    x = log_reference - log_policy
-    return x.exp() - x - 1
-
-
-def k1_clamped(log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """max(−x, 0), nats per token; ≥ 0."""
-    return k1(log_policy, log_reference).clamp(min=0)
-
-
-def _weighted_k3(log_ratio: Tensor, log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """Compute ρ·k3. Where eˣ alone would overflow, use e^(log ρ + x) − ρ·(x + 1), which need not overflow."""
-    x = log_reference - log_policy
-    ratio = log_ratio.exp()
-    far = x > MAX_LOG_RATIO
-    together = safe(log_ratio + x, far).exp() - ratio * (x + 1)
-    return torch.where(far, together, k3(log_policy, torch.where(far, log_policy, log_reference)) * ratio)
-
-
-_ESTIMATES = {"k1": k1, "k2": k2, "k3": k3, "k1_clamped": k1_clamped}
-ESTIMATORS = tuple(_ESTIMATES)
-
-
-#: The error is clipped to ± this share of the target (Ziegler et al.; TRL's old PPO).
-LARGEST_ERROR = 0.2
-RATE = 0.1
-
-
-@dataclass(frozen=True)
-class AdaptiveKL:
-    """A controller of β: β_{t+1} = β_t · (1 + K·e_t),  e_t = clip((KL_t − target)/target, −0.2, 0.2). β grows if the KL
-    is too large.
-
-    Source: Ziegler et al. (arXiv 1909.08593, section 2.2), K = 0.1: β changes by at most 2% a generation batch. TRL's
-    old PPO (up to 0.11) and verl have K = n/horizon with n completions a generation batch. Then the same number of
-    completions has the same effect, however they are cut into batches.
-
-    Args:
-        target: the KL to hold, in nats per completion: the mean over completions of Σ_t (log π − log π_ref) of own
-            tokens.
-        rate: K; ``None``: 0.1, or n/``horizon`` if that is given.
-        horizon: completions over which β follows an error of 1; ``None``: K is ``rate``.
-    """
-
-    target: float
-    rate: float | None = None
-    horizon: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("target", "rate", "horizon"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"`kl.{name}` is {value}; it must be a number > 0")
-        if self.rate is not None and self.horizon is not None:
-            raise ValueError("`kl.rate` and `kl.horizon` are two names for how fast β follows; set one")
-        if self.rate is not None and self.rate * LARGEST_ERROR >= 1:
-            most = f"{1 / LARGEST_ERROR:g}"
-            raise ValueError(f"`kl.rate` is {self.rate}; it must be < {most}, or β could become 0 or less")
-
-    def rate_of(self, completions: int) -> float:
-        """Return K for a generation batch of so many completions. Raises ValueError if one batch could take β to 0 or
-        below."""
-        if self.horizon is None:
-            if self.rate is None:
-                return RATE
-            return self.rate
-        rate = completions / self.horizon
-        if rate * LARGEST_ERROR >= 1:
-            raise ValueError(
-                f"`kl.horizon` is {self.horizon:g} and a generation batch has {completions} completions: β could "
-                f"become 0 or less; set a horizon > {completions * LARGEST_ERROR:g}"
-            )
-        return rate
-
-    def following(self, coefficient: float, measured: float, completions: int) -> float:
-        """Return β for the next generation batch. Raises ValueError if the KL is not finite.
-
-        Args:
-            coefficient: β that this batch was charged with.
-            measured: its KL in nats per completion; may be negative, being an estimate.
-            completions: its completions, over all ranks.
-        """
-        if not math.isfinite(measured):
-            raise ValueError(f"the measured KL is {measured}; `kl.target` cannot follow it")
-        error = min(max(measured / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-        return coefficient * (1 + self.rate_of(completions) * error)
+ESTIMATORS = tuple(ESTIMATES)
 
 
 @dataclass(frozen=True)
@@ -190,8 +74,8 @@ class KLTerm:
         ``coefficient``."""
         log_policy, log_reference = self._log_probs(batch.logps, batch.ref_logps, batch.mask)
         if self.ratio_weighted and self.estimator == "k3":
-            return _weighted_k3(batch.log_ratio, log_policy, log_reference)
-        estimate = _ESTIMATES[self.estimator](log_policy, log_reference)
+            return weighted_k3(batch.log_ratio, log_policy, log_reference)
+        estimate = ESTIMATES[self.estimator](log_policy, log_reference)
         if self.ratio_weighted:
             return estimate * batch.ratio
         return estimate
@@ -204,7 +88,7 @@ class KLTerm:
     def of_tokens(self, old_logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
         """Return the estimate at each token, ``[B, T]`` in nats, 0 where ``mask`` is False, without gradient."""
         log_policy, log_reference = self._log_probs(old_logps.detach(), ref_logps, mask)
-        return safe(_ESTIMATES[self.estimator](log_policy, log_reference), mask)
+        return safe(ESTIMATES[self.estimator](log_policy, log_reference), mask)
 
     @staticmethod
     def _log_probs(log_policy: Tensor, log_reference: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch, masked_sum, safe
-from grpo_lab.objectives.clipped import LiteralRow
+from grpo_lab.objectives.literal import LiteralRow
 
 
 @dataclass(frozen=True)

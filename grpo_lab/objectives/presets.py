@@ -13,14 +13,17 @@ from typing import Any
 
 from grpo_lab import registry
 from grpo_lab.objectives.aggregation import AGGREGATIONS
-from grpo_lab.objectives.clipped import Clipped, DetachedWeight, Reinforce, Unclipped
-from grpo_lab.objectives.covariance import ClipCov, KLCov
+from grpo_lab.objectives.clip_cov import ClipCov
+from grpo_lab.objectives.clipped import Clipped
 from grpo_lab.objectives.gates import OffPolicyMask, TopEntropy
 from grpo_lab.objectives.geometric_mean import GeometricMean
+from grpo_lab.objectives.kl_cov import KLCov
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Surrogate
 from grpo_lab.objectives.sapo import SoftGate
-from grpo_lab.objectives.trust_region import KLRegion, PrimeRL, TotalVariationRegion
+from grpo_lab.objectives.trust_region.dppo import KLRegion, TotalVariationRegion
+from grpo_lab.objectives.trust_region.prime_rl import PrimeRL
+from grpo_lab.objectives.unclipped import DetachedWeight, Reinforce, Unclipped
 from grpo_lab.objectives.vespo import GammaWeight
 from grpo_lab.settings import did_you_mean
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch, masked_sum, safe
-from grpo_lab.objectives.clipped import LiteralRow
+from grpo_lab.objectives.literal import LiteralRow
 
 #: Log-ratios of a token are clamped to ± this many nats, and the log of the whole weight to at most this.
 HIGHEST = 20.0

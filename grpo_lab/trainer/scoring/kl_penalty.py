@@ -7,7 +7,7 @@
 Only tokens that the policy made are charged (no tool output). A completion that no reward could score is not charged:
 it carries no signal. β is constant, or steered to ``kl.target``: batch t is charged with β_t, and its measured KL gives
 β_{t+1}. That is one number on every rank, since all of them sum the same gathered table exactly rounded. Sources and
-estimators: ``objectives.kl``, docs/algorithms/kl.md.
+estimators: ``objectives.kl_estimators``, docs/algorithms/kl.md.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ import random
 import pytest
 import torch
 
-from grpo_lab.advantages import advantage_rule
-from grpo_lab.advantages.process import Process, StepTable, spread
+from grpo_lab.advantages import Process, StepTable, advantage_rule, spread
 
 Steps = list[list[tuple[int, float | None]]]
 

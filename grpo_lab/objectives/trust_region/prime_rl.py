@@ -1,0 +1,46 @@
+"""prime-rl's loss: DPPO's trust region, and a square of the log-ratio that pulls every token back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from grpo_lab.batch import TokenBatch
+from grpo_lab.objectives.literal import LiteralRow
+from grpo_lab.objectives.trust_region.dppo import TotalVariationRegion
+
+
+@dataclass(frozen=True)
+class PrimeRL(TotalVariationRegion):
+    """prime-rl's default loss: loss_t = −M_t · ρ_t · Â + τ · (log ρ_t)², ρ_t = π(y_t)/μ(y_t), M_t as in DPPO with total
+    variation.
+
+    Source: ``default_loss_fn`` of prime-rl (commit 559b4477, August 2026), which names DPPO (arXiv 2602.04879) and the
+    squared log-ratio of Kimi K2.5 (arXiv 2602.02276). Its ``adv_tau``, a factor of Â, is left out: 1 by default. Its
+    page writes min(ρ, δ), its code has no such bound.
+
+    The second term acts on every token, masked or not, and where Â is 0: no row may be left out.
+
+    Args:
+        threshold_low: ``dppo_mask_low``, a probability.
+        threshold_high: ``dppo_mask_high``; ``None`` means equal to ``threshold_low``.
+        truncate: largest weight of a token; ``None`` for no bound.
+        kl_tau: τ ≥ 0, per squared nat.
+    """
+
+    threshold_low: float = 0.2
+    kl_tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.kl_tau < math.inf:
+            raise ValueError(f"`objective.kl_tau` is {self.kl_tau}; it must be a finite number ≥ 0")
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        return super().__call__(batch) + self.kl_tau * (batch.logps - batch.sampler_logps).square()
+
+    def literal(self, row: LiteralRow, t: int) -> float:
+        """Compute the loss of token ``t`` with plain floats."""
+        return super().literal(row, t) + self.kl_tau * (row.logps[t] - row.sampler_logps[t]) ** 2
