@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,13 +17,16 @@ from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.cells import Found
 from grpo_lab.labs.experiment import Options
-from grpo_lab.labs.tables import COLOURS, GRID, LEGEND, markdown, pyplot_for, save_figure
+from grpo_lab.labs.tables import COLOURS, GRID, markdown, pyplot_for, save_figure
 
 REFERENCE = "grpo"
 """Loss that the others are compared with."""
 FRESH, OLDEST = "0 old", "4 old"
 ROUNDED = ", bf16"
 ACCURACY, MOST = "pass@1", "pass@16"
+TOLD_APART, NOT_TOLD_APART = COLOURS[1], COLOURS[4]
+WIDEST = (-75, 50)
+"""Points of pass@1 that a panel of the figure shows."""
 Values = Mapping[int, float]
 """Seed → number."""
 
@@ -139,22 +141,31 @@ def whole_seeds(found: Found) -> Found:
 
 
 def draw(found: Found, losses: Sequence[str], conditions: Sequence[str], path: Path) -> None:
-    """Draw pass@1 over staleness, a panel for each kind of mismatch, a line for each loss with its 95% intervals."""
+    """Draw the planned comparisons, a panel each and a row a loss: the mean with its 95% interval, the seeds as dots.
+    An interval that excludes 0 is coloured."""
     pyplot = pyplot_for(path)
     if pyplot is None:
         return
-    figure, axes = pyplot.subplots(2, 1, figsize=(9.6, 8.4), sharex=True, sharey=True)
-    for axis, (title, rounded) in zip(axes, (("exact sampler", False), ("sampler rounded to bf16", True)), strict=True):
-        shown = [condition for condition in conditions if condition.endswith(ROUNDED) is rounded]
-        for at, (loss, colour, mark) in enumerate(zip(losses, cycle(COLOURS), cycle("osD^vPX"), strict=False)):
-            points = [[*values(found, loss, condition, ACCURACY).values()] for condition in shown]
-            places = [place + (at - len(losses) / 2) * 0.8 / len(losses) for place, one in enumerate(points) if one]
-            means = [fmean(one) for one in points if one]
-            halves = [half_width_over_seeds(one) or 0.0 for one in points if one]
-            how: Any = {"color": colour, "marker": mark, "markersize": 5, "linewidth": 0.6, "elinewidth": 1.2}
-            axis.errorbar(places, means, yerr=halves, label=loss, capsize=2, **how)
-        axis.set(title=title, ylabel=ACCURACY, xticks=range(len(shown)))
-        axis.set_xticklabels([f"{condition.split(' ')[0]} batches old" for condition in shown])
-        axis.grid(axis="y", **GRID)
-    axes[0].legend(ncols=1, loc="upper left", bbox_to_anchor=(1.0, 1.0), **LEGEND)
+    planned = comparisons(found, losses, conditions)
+    rows = {loss: len(losses) - at for at, loss in enumerate(losses)}  # the first loss is on top
+    figure, axes = pyplot.subplots(1, len(planned), figsize=(11.6, 0.9 + 0.36 * len(losses)), sharey=True)
+    for axis, (title, of) in zip(axes, planned.items(), strict=True):
+        for loss, differences in of.items():
+            if differences:
+                draw_row(axis, rows[loss], differences)
+        axis.axvline(0, color="0.3", linewidth=0.8)
+        axis.set(title=title, xlabel=f"points of {ACCURACY}", xlim=WIDEST)
+        axis.set_yticks(list(rows.values()), list(rows))
+        axis.grid(axis="x", **GRID)
     save_figure(pyplot, figure, path)
+
+
+def draw_row(axis: Any, height: float, differences: Sequence[float]) -> None:
+    """Draw the differences of one loss: a dot a seed, and their mean with its interval."""
+    if excludes_zero(differences):
+        colour = TOLD_APART
+    else:
+        colour = NOT_TOLD_APART
+    half = half_width_over_seeds(differences) or 0.0
+    axis.plot(differences, [height] * len(differences), ".", color="0.6", markersize=5)
+    axis.errorbar(fmean(differences), height, xerr=half, fmt="o", color=colour, capsize=2.5, markersize=5)
