@@ -55,7 +55,7 @@ def test_a_lab_s_table_is_of_its_records(lab: str, tmp_path: Path) -> None:
     own = shipped_labs().get(lab) and Arms.read(lab).said.report
     made = table(KEPT[lab])
     if own:
-        made = load_named(own)(KEPT[lab], Namespace(folder=tmp_path)).split("\n\n")[0]
+        made = load_named(own, "report")(KEPT[lab], Namespace(folder=tmp_path)).split("\n\n")[0]
     assert block.split("\n\n")[0].rstrip("\n") == lab_tables.seeds_once(lab, made).rstrip("\n")
 
 
