@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "curation": BASE | {"finite", "io", "locks", "reading", "verifiers", "visible"},
     "engines": BASE | {"finite", "io", "requirements", "signals", "verifiers", "sandbox"},
     "diagnostics": BASE | {"verifiers"},
-    "turns": BASE | {"engines", "io", "signals", "sandbox"},
+    "turns": BASE | {"engines", "io", "signals", "sandbox", "visible"},
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
     "trainer": BASE | MIDDLE | {"finite", "io", "reading", "requirements", "signals", "verifiers", "sandbox"},
     "evaluation": UPPER,

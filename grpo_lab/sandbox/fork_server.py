@@ -162,6 +162,8 @@ class ForkServer:
                     ended, status, usage = os.wait4(pid, os.WNOHANG)
                     if ended:
                         del self._workers[number]
+                        with contextlib.suppress(ProcessLookupError, PermissionError):
+                            os.killpg(pid, signal.SIGKILL)  # what it has forked
                         with channel, contextlib.suppress(OSError):
                             channel.setblocking(False)
                             code = os.waitstatus_to_exitcode(status)
@@ -220,17 +222,19 @@ class ForkServer:
 
 
 def main(fd: int, trainer: int, handler_name: str, memory_bytes: int, cpu_s: float, self_destruct_s: float) -> None:
-    """Entry point: import the handler, then fork workers on request until the trainer has ended."""
+    """Entry point: import the handler, then fork workers on request until the trainer has ended. With a name
+    ``module:function:argument``, ``function(argument)`` returns the handler."""
     for deadly in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(deadly, signal.SIG_DFL)
     control = socket.socket(fileno=fd)
     handler = None
     bug = ""
     try:
-        name, function = handler_name.split(":")
+        name, function, *argument = handler_name.split(":", 2)
         module = importlib.import_module(name)
         getattr(module, "prepare_worker", gc.collect)()
-        handler = getattr(module, function)
+        found = getattr(module, function)
+        handler = found(*argument) if argument else found
     except Exception:
         bug = traceback.format_exc()
     gc.collect()
