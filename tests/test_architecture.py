@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "objectives": BASE,
     "advantages": BASE,
     "update": BASE,
-    "rewards": BASE | {"io", "reading", "verifiers", "sandbox"},
+    "rewards": BASE | {"io", "reading", "verifiers", "sandbox", "turns"},
     "data": BASE | {"hub", "io", "reading", "verifiers"},
     "curation": BASE | {"finite", "io", "locks", "reading", "verifiers", "visible"},
     "engines": BASE | {"finite", "io", "requirements", "signals", "verifiers", "sandbox"},

@@ -25,6 +25,9 @@ from grpo_lab.advantages.returns import Returns, reward_to_go
 from grpo_lab.advantages.step_table import StepTable, spread
 from grpo_lab.advantages.success_rate import MaxRL, PassAtK
 from grpo_lab.advantages.token_baseline import OptimalTokenBaseline, reads_token_energy
+from grpo_lab.advantages.turn_credit import TurnReturns, TurnSpread
+from grpo_lab.advantages.turn_gae import TurnGAE
+from grpo_lab.advantages.turn_table import on_own_tokens
 from grpo_lab.advantages.whiten import Moments, level_of, masked_moments, reads_steps, takes_penalty, token_rule, whiten
 from grpo_lab.advantages.whole_table import GDPO, OPO, ReinforcePPBaseline
 
@@ -58,6 +61,9 @@ TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "returns": Returns,
     "gae": GAE,
     "optimal_token_baseline": OptimalTokenBaseline,
+    "turn_returns": TurnReturns,
+    "turn_spread": TurnSpread,
+    "turn_gae": TurnGAE,
 }
 
 __all__ = [
@@ -83,10 +89,14 @@ __all__ = [
     "ReinforcePPBaseline",
     "Returns",
     "StepTable",
+    "TurnGAE",
+    "TurnReturns",
+    "TurnSpread",
     "advantage_rule",
     "gae",
     "level_of",
     "masked_moments",
+    "on_own_tokens",
     "outcome_of",
     "reads_steps",
     "reads_token_energy",

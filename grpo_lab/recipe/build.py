@@ -38,6 +38,8 @@ REWARDS = {
     "flipped": "FlippedReward",
     "wrong_label": "WrongLabelReward",
     "token_classification_steps": "TokenClassificationSteps",
+    "turn_limits": "TurnLimits",
+    "turn_rewards": "TurnRewards",
     "worked_out": "worked_out",
 }
 AROUND = ("flipped", "wrong_label")

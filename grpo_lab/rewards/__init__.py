@@ -16,9 +16,11 @@ from grpo_lab.rewards.protocol import GroupReward, group_reward
 from grpo_lab.rewards.puzzles import CoinReward, CountdownReward, ProofReward, SortingReward
 from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
 from grpo_lab.rewards.token_classification import TokenClassificationSteps
+from grpo_lab.rewards.turn_scores import AsyncTurnRewards, TurnLimits, TurnRewards
 
 __all__ = [
     "AccuracyReward",
+    "AsyncTurnRewards",
     "BoxedReward",
     "CodeReward",
     "CoinReward",
@@ -37,6 +39,8 @@ __all__ = [
     "StepReward",
     "ThinkFormatReward",
     "TokenClassificationSteps",
+    "TurnLimits",
+    "TurnRewards",
     "WrongLabelReward",
     "for_task",
     "group_reward",

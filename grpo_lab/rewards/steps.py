@@ -101,6 +101,12 @@ class StepReward(ABC):
         scored = self.score_steps(prompts, completions, completion_ids=completion_ids, **columns)
         return self.checked(scored, completion_ids)
 
+    def means(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
+    ) -> list[float | None]:
+        """Return the mean of each completion's step scores; None where no step was scored."""
+        return [mean_score(steps) for steps in self(prompts, completions, completion_ids=completion_ids, **columns)]
+
     def checked(self, scored: Any, completion_ids: TokenIds, keep_infinite: bool = False) -> list[StepScores]:
         """Check what ``score_steps`` returned. NaN becomes ``None`` (counted in ``not_numbers``). ``keep_infinite``
         allows ±∞."""
@@ -212,7 +218,7 @@ def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
     def outcome(
         prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> list[float | None]:
-        return [mean_score(steps) for steps in reward(prompts, completions, completion_ids=completion_ids, **columns)]
+        return reward.means(prompts, completions, completion_ids=completion_ids, **columns)
 
     outcome.__name__ = reward.name
     return outcome

@@ -1,8 +1,9 @@
 """Compute the advantages of the selected rows: once on the reward table of all ranks, then for this rank's tokens. With
 a critic, each token first gets its reward and value; afterwards the critic gets the returns that it is to learn.
 
-    penalise → add_value_estimates          local.rewards: −β·k_t on each own token, and the completion's rewards on its
-                                            last one; local.values: V at generation
+    penalise → add_value_estimates          local.rewards: −β·k_t on each own token, the scores of steps on the tokens
+                                            where these end, and the completion's other rewards on its last one;
+                                            local.values: V at generation
     → add_token_energies                    local.token_energy: 1 − 2π + Σπ² at generation, for a rule that reads it
     → row_advantages                        the rule, or a team's ``compute_advantages`` over it
     → to_advantages_and_returns             returns = Â + V for the critic; then Â whitened, for the policy
@@ -29,7 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages import GDPO, Moments, advantage_rule, masked_moments, reads_token_energy, whiten
+from grpo_lab.advantages import (
+    GDPO,
+    Moments,
+    advantage_rule,
+    masked_moments,
+    on_own_tokens,
+    reads_token_energy,
+    whiten,
+)
 from grpo_lab.batch import RewardTable, safe
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge
@@ -82,7 +91,7 @@ def add_value_estimates(trainer: UpdatePort, made: Penalised) -> Penalised:
     local = made.local
     mask = made.local.mask
     table = made.table
-    outcome = table.total[local.rows].to(mask.device)
+    outcome = without_steps(table).total[local.rows].to(mask.device)
     scorable = ~outcome.isnan()
     at_the_end = outcome.nan_to_num(nan=0.0)
     if made.charged is None:
@@ -94,21 +103,32 @@ def add_value_estimates(trainer: UpdatePort, made: Penalised) -> Penalised:
     penalties = (table.values * table.weights.to(table.values.device))[:, table.values.size(1) - table.penalties :]
     of_whole = penalties.nansum(dim=1)[local.rows].to(mask.device)
     earned = at_the_end
+    of_steps = torch.zeros_like(charged)
+    for column, steps in table.steps.items():
+        of_steps = of_steps + float(table.weights[column]) * on_own_tokens(steps.local(local.rows), mask)
     if value.missing_eos_penalty is not None:
         cut = made.scored.rewarded.truncated[local.rows].to(mask.device)
         earned = at_the_end - value.missing_eos_penalty * (cut & scorable)
     # the curves of a healthy run, means over completions
     book = trainer.recorder.book()
     of_tokens = charged.sum(1)
-    book.add("ppo/shaped_reward", (of_tokens + earned).sum(), scorable.sum())
-    book.add("ppo/task_reward", (at_the_end - of_whole).sum(), scorable.sum())
+    in_between = of_steps.sum(1)
+    book.add("ppo/shaped_reward", (of_tokens + earned + in_between).sum(), scorable.sum())
+    book.add("ppo/task_reward", (at_the_end + in_between - of_whole).sum(), scorable.sum())
     book.add("ppo/kl_reward", (of_tokens + of_whole).sum(), scorable.sum())
-    rewards = charged + earned.unsqueeze(1) * last_own(mask)
+    rewards = charged + earned.unsqueeze(1) * last_own(mask) + of_steps
     if value.whiten_rewards:
         counted = mask & scorable.unsqueeze(1)
         rewards = whiten(rewards, counted, _moments(trainer, rewards, counted), shift_mean=False)
     values = values_at_generation(trainer, made.scored.batch).double()
     return replace(made, table=replace(table, local=replace(local, rewards=rewards, values=values)), to_go=None)
+
+
+def without_steps(table: RewardTable) -> RewardTable:
+    """Return the table with 0 in place of a step reward's means; NaN where no step was scored."""
+    values = table.values.clone()
+    values[:, list(table.steps)] *= 0.0
+    return replace(table, values=values)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl.trainer.utils import is_async_callable
 
-from grpo_lab.advantages import StepTable, reads_steps
+from grpo_lab.advantages import TOKEN_RULES, StepTable, reads_steps
 from grpo_lab.batch import RewardTable
 from grpo_lab.objectives.kl import KLTerm
 from grpo_lab.rewards.completion import completion_text
@@ -30,6 +30,7 @@ from grpo_lab.settings import one_of
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import Faults, Numbers, StepPort
 from grpo_lab.trainer.ranks import named_place
+from grpo_lab.trainer.settings.knobs import name_of
 from grpo_lab.trainer.trl_bridge.rewards import correctness_columns
 from grpo_lab.verifiers.verdict import checked_scores
 
@@ -48,7 +49,7 @@ def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
 
         return put_off
     if scope_of(reward) == "step":
-        return StepCalled(reward, keep_infinite)
+        return (StepCoroutine if is_async_callable(reward) else StepCalled)(reward, keep_infinite)
     if isinstance(reward, nn.Module):
         return reward
     return (CheckedCoroutine if is_async_callable(reward) else CheckedReward)(reward, name, keep_infinite)
@@ -99,7 +100,12 @@ class StepCalled:
             scored = reward.checked(reward.score_steps(**inputs), inputs["completion_ids"], keep_infinite=True)
         else:
             scored = reward(**inputs)
-        self.not_numbers += getattr(reward, "not_numbers", 0) - before
+        return self.kept(scored, before)
+
+    def kept(self, scored: list[StepScores], before: int) -> list[float | None]:
+        """Keep the steps, and return one number per completion. ``before``: the reward's count of NaN before it was
+        called."""
+        self.not_numbers += getattr(self.reward, "not_numbers", 0) - before
         self.steps = []
         of_completions = list[float | None]()
         for steps in scored:
@@ -108,6 +114,16 @@ class StepCalled:
             self.steps.append(kept)
             of_completions.append(math.copysign(math.inf, infinite[0]) if infinite else mean_score(kept))
         return of_completions
+
+
+class StepCoroutine(StepCalled):
+    """Calls an asynchronous step reward in the same way."""
+
+    async def __call__(self, **inputs: Any) -> list[float | None]:  # type: ignore[override]
+        reward: Any = self.reward
+        before = getattr(reward, "not_numbers", 0)
+        ids = inputs["completion_ids"]
+        return self.kept(reward.checked(await reward.score_steps(**inputs), ids, self.keep_infinite), before)
 
 
 def _is_infinite(score: float | None) -> bool:
@@ -119,6 +135,7 @@ def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: A
     that reads steps, or the reverse. Raise it, too, if a KL in the reward (``kl``) is per completion and there is no
     outcome to take it from. A z-score of the KL alone is the same for every coefficient."""
     given = [reward for reward in reward_funcs if scope_of(reward) == "step"]
+    named = next((name for name, part in TOKEN_RULES.items() if type(rule) is part), name_of(rule))
     for reward in reward_funcs:
         reads_tokens = scope_of(reward) == "step" or getattr(reward, "reads_tokens", False)
         if reads_tokens and getattr(reward, "tokenizer", None) is None:
@@ -126,20 +143,22 @@ def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: A
     if given and not (reads_steps(rule) or own_hook):
         raise ValueError(
             f"step reward {given[0].name!r} scores steps, and advantages here are made of one number a completion: set "
-            "`advantage: process` (with `objective`), or give the reward as `grpo_lab.rewards.steps_as_outcome(reward)`"
+            "`advantage: process` (of turns: `turn_returns`) with `objective`, or give the reward as "
+            "`grpo_lab.rewards.steps_as_outcome(reward)`"
         )
     if reads_steps(rule) and not given:
         raise ValueError(
-            "`advantage` is 'process', but no reward scores steps: add a step reward (`grpo_lab.rewards.step_reward`, "
-            "`EquationSteps`) to `reward_funcs`, or choose another rule"
+            f"`advantage` is {named!r}, but no reward scores steps: add a step reward (`grpo_lab.rewards.step_reward`, "
+            "`EquationSteps`; of turns: `rollout: {turns: {}}` and an environment with `turn_rewards`) to "
+            "`reward_funcs`, or choose another rule"
         )
     of_outcome = getattr(rule, "penalises_outcome", False) and not own_hook
     if kl is not None and kl.per == "sequence" and of_outcome and len(given) == len(reward_funcs):
         raise ValueError(
-            "`kl.placement` is 'reward' with `kl.per`='sequence', `advantage` is 'process', and there are step rewards "
-            "only: the KL of a completion is taken from its outcome's reward, and without one `kl.coefficient` would "
-            "have no effect (a z-score of the KL alone); set `kl.per: token`, or add an outcome reward to "
-            "`reward_funcs`"
+            f"`kl.placement` is 'reward' with `kl.per`='sequence', `advantage` is {named!r}, and there are step "
+            "rewards only: the KL of a completion is taken from its outcome's reward, and without one "
+            "`kl.coefficient` would have no effect (a z-score of the KL alone); set `kl.per: token`, or add an "
+            "outcome reward to `reward_funcs`"
         )
 
 

@@ -16,7 +16,7 @@ OF_RULES: tuple[tuple[Callable[[Any], Any], str], ...] = (
     ),
     (
         lambda c: c.ours.objective is None and reads_values(c.algorithm.advantage),
-        "`advantage` is 'gae', which needs a critic: set `objective` (e.g. 'ppo') beside it",
+        "`advantage` is {algorithm.names[advantage]!r}, which needs a critic: set `objective` (e.g. 'ppo') beside it",
     ),
     (
         lambda c: c.algorithm.value is not None and c.ours.update.dead_groups == "resample",

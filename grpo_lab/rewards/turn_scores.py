@@ -1,0 +1,210 @@
+"""Rewards of turns: a score for each turn of a trajectory, from the environment or from a function, and what reached
+limits and failed calls are worth.
+
+Both read the column ``turns`` of a run with ``rollout.turns``: the ``Turn`` objects of each completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from grpo_lab.rewards.steps import StepReward, StepScores, TokenIds
+from grpo_lab.turns.trajectory import Turn
+from grpo_lab.turns.turn_settings import TURNS_COLUMN
+
+Scores = Sequence[float | None]
+
+
+class TurnRewards(StepReward):
+    """A score for each turn of a completion, placed at the turn's last own token, for the rules of turns
+    (``advantage: turn_returns``). In stock TRL, which knows no turns: ``steps_as_outcome(TurnRewards())``, the mean.
+
+    Without ``score`` the environments are asked: ``turn_rewards()``, or ``turn_rewards(turns)``, returns one number a
+    turn, ``None`` for a turn that it does not score. An environment without that method scores none. ``LabTrainer``
+    finds the method by itself, as TRL finds ``get_reward``; name this reward to give it a weight.
+
+    Args:
+        score: ``score(messages, turns, **columns)`` returns one completion's scores: ``messages`` is the completion as
+            TRL has it, ``turns`` its ``Turn`` objects, and each column comes with that row's value.
+
+    Raises:
+        ValueError: when called without turns, or for another number of scores than turns.
+    """
+
+    def __init__(self, score: Callable[..., Any] | None = None) -> None:
+        self.score = score
+        self.__name__ = str(getattr(score, "__name__", "turn_rewards"))
+        if score is not None and inspect.iscoroutinefunction(score) and not isinstance(self, AsyncTurnRewards):
+            raise ValueError(f"{self.name} is an `async def`: give it to AsyncTurnRewards, which awaits it")
+
+    def score_steps(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
+    ) -> list[StepScores]:
+        turns = turns_of_rows(columns, self.name)
+        return self._placed(self._asked(completions, turns, columns), turns)
+
+    def means(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
+    ) -> list[float | None]:
+        if self.score is not None or TURNS_COLUMN in columns:
+            return super().means(prompts, completions, completion_ids=completion_ids, **columns)
+        found = self._asked(completions, [None] * len(completions), columns)
+        known = [[score for score in scores if score is not None] for scores in found]
+        return [math.fsum(scores) / len(scores) if scores else None for scores in known]
+
+    def _asked(self, completions: Sequence[Any], turns: Sequence[Any], columns: Mapping[str, Any]) -> list[Any]:
+        """Return what the environments or the function answer for each completion."""
+        if self.score is None:
+            environments = columns.get("environments")
+            if environments is None:
+                raise ValueError(
+                    f"{self.name} asks environments for the scores of their turns, and this run has none: set "
+                    "`environment_factory`, or give a function, TurnRewards(score)"
+                )
+            return [_answer(*one) for one in zip(environments, turns, strict=True)]
+        rows = [
+            {name: values[row] for name, values in columns.items() if isinstance(values, list)}
+            for row in range(len(completions))
+        ]
+        return [
+            self.score(messages=messages, **{**row, TURNS_COLUMN: own})
+            for messages, own, row in zip(completions, turns, rows, strict=True)
+        ]
+
+    def _placed(self, answers: Sequence[Any], turns: Sequence[Sequence[Turn]]) -> list[StepScores]:
+        """Check that each completion has one score a turn, and place them. A turn without a token has no place."""
+        placed = []
+        for row, (scores, own) in enumerate(zip(answers, turns, strict=True)):
+            if inspect.isawaitable(scores):
+                raise ValueError(f"{self.name} gave a coroutine, which nobody awaits: use AsyncTurnRewards")
+            if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != len(own):
+                raise ValueError(
+                    f"{self.name} gave {scores!r} for completion {row}, which has {len(own)} turns; it gives one score "
+                    "a turn, None for one that is not scored (`turn_rewards(turns)` is told the turns)"
+                )
+            placed.append([(turn.end - 1, score) for turn, score in zip(own, scores) if turn.end > turn.first])
+        return placed
+
+
+class AsyncTurnRewards(TurnRewards):
+    """``TurnRewards`` whose environments or function answer by ``async def``. TRL awaits it on its own loop, beside
+    other asynchronous rewards."""
+
+    async def score_steps(  # type: ignore[override]
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
+    ) -> list[StepScores]:
+        turns = turns_of_rows(columns, self.name)
+        asked = self._asked(completions, turns, columns)
+        return self._placed(await asyncio.gather(*map(_awaited, asked)), turns)
+
+    async def __call__(  # type: ignore[override]
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
+    ) -> list[StepScores]:
+        scored = await self.score_steps(prompts, completions, completion_ids=completion_ids, **columns)
+        return self.checked(scored, completion_ids)
+
+
+async def _awaited(answer: Any) -> Any:
+    if inspect.isawaitable(answer):
+        return await answer
+    return answer
+
+
+def _answer(environment: Any, turns: Sequence[Turn] | None) -> Any:
+    """Ask an environment for the scores of its turns."""
+    method = getattr(environment, "turn_rewards", None)
+    if method is None:
+        return [None] * len(turns or ())
+    if turns is not None and inspect.signature(method).parameters:
+        return method(turns)
+    return method()
+
+
+def of_environments(kinds: Sequence[type]) -> TurnRewards | None:
+    """Return the reward that asks environments of these classes for their turns' scores; None if none has any."""
+    methods = [method for kind in kinds if callable(method := getattr(kind, "turn_rewards", None))]
+    if not methods:
+        return None
+    if any(map(inspect.iscoroutinefunction, methods)):
+        return AsyncTurnRewards()
+    return TurnRewards()
+
+
+def turns_of_rows(columns: Mapping[str, Any], who: str) -> list[Sequence[Turn]]:
+    """Return the turns of each completion. Raises ValueError if the run does not tell them."""
+    found = columns.get(TURNS_COLUMN)
+    if found is None or not all(isinstance(turn, Turn) for turns in found for turn in turns):
+        raise ValueError(
+            f"{who} reads the turns of completions, and this run does not tell them: set `rollout: {{turns: {{}}}}` "
+            "(LabTrainer; in stock TRL, `steps_as_outcome(TurnRewards())` with environments)"
+        )
+    return list(found)
+
+
+def by_call(turns: Sequence[Turn], scores: Scores) -> list[float | None]:
+    """Return one score a turn: the sum of the scores of its answered calls, given in their order; None for a turn
+    without an answered call. Raises ValueError for another number of scores than answered calls."""
+    answered = [sum(call.failure is None for call in turn.calls) for turn in turns]
+    if sum(answered) != len(scores):
+        raise ValueError(f"{len(scores)} scores were given for {sum(answered)} answered calls; each has one")
+    found = list[float | None]()
+    end = 0
+    for count in answered:
+        known = [score for score in scores[end : end + count] if score is not None]
+        found.append(math.fsum(known) if known else None)
+        end += count
+    return found
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """What failed calls and reached limits are worth: Σ over what happened in a completion's turns, as one number.
+
+    Args:
+        unparsable: a turn with a call that cannot be read.
+        unknown: a call of a tool that does not exist.
+        raised: a call whose tool raised.
+        timed_out: a call that was given up (``tool_seconds``).
+        turn_tokens: a turn that reached ``turn_tokens``.
+        tool_tokens: a call whose answer was cut (``tool_tokens``).
+        turns: a completion that ended at ``max_turns``.
+        completion: a completion that ended for lack of room (``max_completion_length``).
+    """
+
+    unparsable: float = 0.0
+    unknown: float = 0.0
+    raised: float = 0.0
+    timed_out: float = 0.0
+    turn_tokens: float = 0.0
+    tool_tokens: float = 0.0
+    turns: float = 0.0
+    completion: float = 0.0
+    __name__ = "turn_limits"
+
+    def __post_init__(self) -> None:
+        worth = asdict(self)
+        if not any(worth.values()) or not all(map(math.isfinite, worth.values())):
+            raise ValueError(f"`turn_limits` is {worth}; it says in finite numbers what one or more of these are worth")
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+        """Return the sum for each completion. Raises ValueError if the run does not tell the turns."""
+        worth = asdict(self)
+        counted = [events(turns) for turns in turns_of_rows(columns, self.__name__)]
+        return [math.fsum(value * found[name] for name, value in worth.items()) for found in counted]
+
+
+def events(turns: Sequence[Turn]) -> Counter[str | None]:
+    """Count what happened in a completion's turns, by the names of ``TurnLimits``."""
+    found = Counter[str | None]()
+    for turn in turns:
+        happened = [call.failure for call in turn.calls]
+        unparsable = "unparsable" in (*happened, turn.ended)
+        found.update(name for name in (*happened, turn.limit, turn.ended) if name not in ("unparsable", "tool_tokens"))
+        found.update(unparsable=unparsable, tool_tokens=sum(call.cut for call in turn.calls))
+    return found
