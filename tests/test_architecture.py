@@ -72,8 +72,8 @@ MADE_OF_HEAVY = {"engines/compiled.py", "engines/generate.py", "labs/old_weights
 """Files that derive from a class of such a package; whoever needs one loads it where it is needed."""
 HANDLERS = {"signals.py", "sandbox/fork_server.py", "sandbox/jail.py"}
 """The files that install a handler of signals: everybody else asks ``grpo_lab.signals``."""
-APPEND = {"io.py", "curation/pass_rate.py", "labs/forks.py"}
-"""The files that open a file to append: samples and what is written by ``io``, which cuts a torn end off, and a cell's
+APPEND = {"io.py", "curation/pass_rate.py", "labs/forks.py", "turns/journal.py"}
+"""The files that open a file to append: samples, turns and what is written by ``io``, which cuts a torn end off, and a
 log, which nobody reads as rows."""
 LIGHT = (
     "grpo_lab",

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from grpo_lab.turns.trajectory import Call, Trajectory
+from grpo_lab.turns.trajectory import Call
 
 
 @dataclass(frozen=True)

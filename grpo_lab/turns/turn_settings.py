@@ -15,6 +15,7 @@ An environment is TRL's (``reset``, public methods as tools, ``get_reward``). Wh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -47,6 +48,7 @@ class TurnSettings:
             with an error, as a tool would.
         earlier_thinking: what becomes of thinking in earlier turns: ``keep`` its tokens, as they were written, or
             ``refuse`` a template that would drop them.
+        journal: write down what engine and tools answer, for a run that is killed (``turns/journal.py``).
     """
 
     max_turns: Positive | None = None
@@ -59,6 +61,7 @@ class TurnSettings:
     max_concurrent: Positive | None = None
     unparsable: Literal["end", "answer"] = "end"
     earlier_thinking: Literal["keep", "refuse"] = "keep"
+    journal: Annotated[bool, NULL_IS_DEFAULT] = True
 
 
 def repeatable(tool: Tool) -> Tool:
@@ -82,3 +85,31 @@ def may_repeat(tool: Callable[..., Any]) -> bool:
 def runs_in_process(tool: Callable[..., Any], names: Collection[str] = ()) -> bool:
     """Return whether the tool runs in a process: marked, or one of ``names`` (``rollout.turns.processes``)."""
     return bool(getattr(tool, "in_process", False)) or getattr(tool, "__name__", "") in names
+
+
+def has_state(environment: Any) -> bool:
+    """Return whether the environment's state can be kept and loaded."""
+    return hasattr(environment, "state_dict") and hasattr(environment, "load_state_dict")
+
+
+def goes_on(environment: Any) -> bool:
+    """Return whether a killed run can go on inside a trajectory in the environment (``None``: there is none)."""
+    return environment is None or has_state(environment) or bool(getattr(environment, "deterministic", False))
+
+
+def plain_state(environment: Any) -> Any:
+    """Return ``environment.state_dict()``, or ``None`` where it offers none. Raise ValueError if JSON would not give it
+    back as it is."""
+    if not has_state(environment):
+        return None
+    state = environment.state_dict()
+    try:
+        kept = json.loads(json.dumps(state, allow_nan=False))
+    except (TypeError, ValueError):
+        kept = None
+    if kept is None or kept != state:
+        raise ValueError(
+            f"`state_dict` of {type(environment).__name__} holds more than plain values: finite numbers, texts, lists, "
+            "and mappings with texts as keys can be kept for a resume"
+        )
+    return state
