@@ -21,6 +21,19 @@ class TurnTokens:
     version: int
 
 
+@dataclass(frozen=True)
+class ParsedTurn:
+    """A turn as a message.
+
+    Args:
+        message: the assistant's message as rewards get it, with ``tool_calls`` if it calls tools.
+        unparsable: whether it began a call that cannot be read. Its text is then the message's content.
+    """
+
+    message: dict[str, Any]
+    unparsable: bool = False
+
+
 class TurnEngine(Protocol):
     """An engine whose requests end one by one."""
 
@@ -37,13 +50,13 @@ class TurnEngine(Protocol):
 class Dialogue(Protocol):
     """How messages become tokens and tokens become messages, for one tokenizer and template."""
 
-    def parsed(self, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
-        """Return the assistant's message of a turn's tokens; its ``tool_calls`` if it calls tools; ``unparsable: True``
-        if it began a call that cannot be read."""
+    def parsed(self, ids: list[int], prefix: list[int], tools: Any) -> ParsedTurn:
+        """Return the assistant's message of a turn's tokens. ``prefix`` are all tokens before it. Never raises."""
 
     def answers(self, messages: Sequence[Mapping[str, Any]], before: Sequence[int]) -> list[int]:
-        """Return the tokens that follow a turn: the tools' messages, and the header of the next turn. ``before`` are
-        all tokens up to there. Raise ``CutAnew`` where the template would cut earlier tokens anew."""
+        """Return the tokens that follow a turn: its end if it was cut by a limit, the tools' messages, and the header
+        of the next turn. ``before`` are all tokens up to there. Raise ``CutAnew`` where the template would cut earlier
+        tokens anew."""
 
     def cut(self, text: str, tokens: int) -> tuple[str, bool]:
         """Return ``text`` with at most ``tokens`` tokens and a mark behind it, and whether it was cut."""

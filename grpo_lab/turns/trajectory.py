@@ -6,14 +6,23 @@ trajectory is then
     own tokens of turn 1 | tool answers | own tokens of turn 2 | tool answers | …
 
 Tool answers carry no loss: ``mask`` is 0 there and ``logprobs`` NaN.
+
+Tokens are only ever appended, never cut anew: what the policy saw before a turn is the beginning of what it saw before
+the next one. Each turn notes a checksum of the tokens before it, and ``unbroken`` holds the finished row against them.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+
+class CutAnew(ValueError):
+    """Tokens of an earlier turn would be others than those that the policy saw."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class Turn:
         limit: limit that this turn reached: ``turn_tokens``, ``tool_tokens``, or ``None``.
         inserted: how many of its tokens a thinking budget put there (they carry no loss).
         ended: why the trajectory ended with this turn (``Trajectory.ended``); ``None``: it went on.
+        seen: checksum of the tokens before it, prompt included (``checksum``).
     """
 
     first: int
@@ -61,6 +71,7 @@ class Turn:
     limit: str | None = None
     inserted: int = 0
     ended: str | None = None
+    seen: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,7 @@ class Trajectory:
         scored: list[float | None] | None = None
         if self.logprobs is not None and logprobs is not None:
             scored = [*self.logprobs, *logprobs]
-        turn = Turn(first, first + len(ids), version)
+        turn = Turn(first, first + len(ids), version, seen=checksum(self.so_far))
         return replace(
             self,
             ids=[*self.ids, *ids],
@@ -123,3 +134,22 @@ class Trajectory:
         if scored is not None:
             scored = [*scored, *[math.nan] * len(ids)]
         return replace(self, ids=[*self.ids, *ids], mask=[*self.mask, *[0] * len(ids)], logprobs=scored)
+
+
+def checksum(ids: Sequence[int], begun: int = 0) -> int:
+    """Return the CRC-32 of tokens. ``begun`` is the checksum of those before them."""
+    return zlib.crc32(array("q", ids).tobytes(), begun)
+
+
+def unbroken(turns: Sequence[Turn], prompt: Sequence[int], completion: Sequence[int], template: str) -> None:
+    """Raise ``CutAnew`` if a row does not begin with what the policy saw before each of its turns."""
+    known = checksum(prompt)
+    end = 0
+    for number, turn in enumerate(turns, start=1):
+        known = checksum(completion[end : turn.first], known)
+        end = turn.first
+        if known != turn.seen:
+            raise CutAnew(
+                f"the row's tokens before turn {number} are not those that the policy saw (template {template}): "
+                "they were cut anew, and their log-probs would belong to other tokens"
+            )

@@ -24,7 +24,7 @@ from grpo_lab.settings import NULL_IS_DEFAULT, Count, Positive, Seconds, setting
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 
 #: What stands behind a tool's answer that was cut.
-CUT_MARK = "\n[… cut: {missing} of {whole} tokens left out]"
+CUT_MARK = "\n[… cut: {missing} of {whole} characters left out]"
 #: Name of the column that every reward gets in a run with ``rollout.turns``: the ``Turn`` objects of each completion.
 TURNS_COLUMN = "turns"
 
