@@ -77,6 +77,8 @@ def whitened(values: list[list[float | None]], shift: bool) -> list[list[float |
 class Oracle:
     """One row after the other, without padding or masks: only own tokens are in the lists."""
 
+    own_tokens = staticmethod(own_tokens)
+
     def __init__(self, model_folder: Path, critic_folder: Path, kind: str, eos: int) -> None:
         self.policy = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
         self.start = copy.deepcopy(self.policy)
@@ -100,7 +102,7 @@ class Oracle:
         """Log-probs and values of the own tokens."""
         sequence = torch.tensor([prompt + ids])
         out = model(sequence, output_hidden_states=True)
-        at = [t for t, mine in enumerate(own_tokens(ids)) if mine]
+        at = [t for t, mine in enumerate(self.own_tokens(ids)) if mine]
         places = [len(prompt) - 1 + t for t in at]
         logps = out.logits[0].log_softmax(-1)[places, [ids[t] for t in at]]
         states = out.hidden_states[-1][0] if self.trunk is None else self.trunk(sequence).last_hidden_state[0]
@@ -115,26 +117,26 @@ class Oracle:
                 logps, values = self.forward(self.policy, prompt, ids)
                 reference, _ = self.forward(self.start, prompt, ids)
                 task = judged(ids)
+                steps = self.step_scores(prompt, ids)
                 earned: list[float | None] = [
                     -BETA * max(a - b, 0.0) for a, b in zip(logps.tolist(), reference.tolist())
                 ]
-                if task is not None:
-                    charged, cut = math.fsum(earned), PENALTY if ids[-1] != self.eos else 0.0  # type: ignore[arg-type]
-                    curves.append((charged + task - cut, task, charged))
-                if task is None:
+                if task is None and not steps:
                     earned = [None] * len(earned)
-                elif earned:
-                    earned[-1] = earned[-1] + task - (PENALTY if ids[-1] != self.eos else 0.0)  # type: ignore[operator]
+                else:
+                    charged, cut = math.fsum(earned), PENALTY if ids[-1] != self.eos else 0.0  # type: ignore[arg-type]
+                    task = (task or 0.0) + math.fsum(steps.values())
+                    curves.append((charged + task - cut, task, charged))
+                    for at, score in steps.items():
+                        earned[at] = earned[at] + score  # type: ignore[operator]
+                    if earned:
+                        outcome = task - math.fsum(steps.values())
+                        earned[-1] = earned[-1] + outcome - cut  # type: ignore[operator]
                 rows.append({"prompt": prompt, "ids": ids, "logps": logps.tolist(), "values": values.tolist()})
                 rewards.append(earned)
         advantages = []
         for row, earned in zip(rows, whitened(rewards, shift=False), strict=True):
-            found, ahead, following = [], 0.0, 0.0
-            for r, v in reversed(list(zip(earned, row["values"], strict=True))):
-                ahead = 0.0 if r is None else r + GAMMA * following - v + GAMMA * LAM * ahead
-                following = v
-                found.append(None if r is None else ahead)
-            advantages.append(found[::-1])
+            advantages.append(self.credited(row["ids"], earned, row["values"]))
         for row, found, pushed in zip(rows, advantages, whitened(advantages, shift=True), strict=True):
             row["returns"] = [None if a is None else a + v for a, v in zip(found, row["values"], strict=True)]
             row["pushed"] = [0.0 if a is None else a for a in pushed]
@@ -146,6 +148,19 @@ class Oracle:
         logged["value/explained_variance"] = 1 - errors / statistics.pvariance([r for r, _ in pairs])
         self.generations.append(logged)
         return rows
+
+    def step_scores(self, prompt: list[int], ids: list[int]) -> dict[int, float]:
+        """Scores of steps, by the index among own tokens at which each lies."""
+        return {}
+
+    def credited(self, ids: list[int], earned: list[float | None], values: list[float]) -> list[float | None]:
+        """Advantages of a row's own tokens."""
+        found, ahead, following = [], 0.0, 0.0
+        for r, v in reversed(list(zip(earned, values, strict=True))):
+            ahead = 0.0 if r is None else r + GAMMA * following - v + GAMMA * LAM * ahead
+            following = v
+            found.append(None if r is None else ahead)
+        return found[::-1]
 
     def update(self, rows: list[dict[str, Any]]) -> None:
         """One step of SGD on the mean over all own tokens."""
@@ -186,11 +201,13 @@ class Oracle:
         return {**self.policy.state_dict(), **{f"{CRITIC}.{name}": value for name, value in critic.items()}}
 
 
-def replayed(model_folder: Path, critic: Path, kind: str, eos: int, batches: list[Any], steps: int) -> Oracle:
-    oracle = Oracle(model_folder, critic, kind, eos)
+def replayed(
+    model_folder: Path, critic: Path, kind: str, eos: int, batches: list[Any], steps: int, oracle: type[Oracle] = Oracle
+) -> Oracle:
+    made = oracle(model_folder, critic, kind, eos)
     for prompts, completions in batches:
-        rows = oracle.judge(prompts, completions)
+        rows = made.judge(prompts, completions)
         for _ in range(UPDATES):
-            if len(oracle.losses) < steps:
-                oracle.update(rows)
-    return oracle
+            if len(made.losses) < steps:
+                made.update(rows)
+    return made

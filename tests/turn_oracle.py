@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+import ppo_oracle
 from grpo_lab.testing import ScriptedRollout
 from grpo_lab.turns.trajectory import Call, Turn
 
@@ -182,3 +183,41 @@ def replayed(model_folder: Path, batches: list[Any], rule: dict[str, Any], objec
             for parameter in model.parameters():
                 parameter -= LR * parameter.grad
     return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+class BiLevel(ppo_oracle.Oracle):
+    """PPO whose advantages go over turns, then over the tokens of each: RAGEN's, number by number."""
+
+    own_tokens = staticmethod(own_tokens)
+    turn_gamma = 0.7
+
+    def ends(self, ids: list[int]) -> list[int]:
+        """Where the turns end among the own tokens."""
+        lengths = [turn.end - turn.first for turn in turns_of(ids)]
+        return [sum(lengths[: k + 1]) - 1 for k in range(len(lengths))]
+
+    def step_scores(self, prompt: list[int], ids: list[int]) -> dict[int, float]:
+        scores = environment_of(prompt).turn_rewards(turns_of(ids))
+        return {end: score for end, score in zip(self.ends(ids), scores, strict=True) if score is not None}
+
+    def credited(self, ids: list[int], earned: Scores, values: list[float]) -> Scores:
+        if None in earned:
+            return [None] * len(earned)
+        goals: dict[int, float] = {}
+        ahead, following = 0.0, 0.0
+        ends = self.ends(ids)
+        for end in reversed(ends):
+            delta = earned[end] + self.turn_gamma * following - values[end]  # type: ignore[operator]
+            ahead = delta + self.turn_gamma * ppo_oracle.LAM * ahead
+            following = values[end]
+            goals[end] = ahead + values[end]
+        found: Scores = []
+        later, after = 0.0, 0.0
+        for t in reversed(range(len(values))):
+            if t in goals:
+                later, after = 0.0, 0.0
+            delta = goals.get(t, earned[t]) + ppo_oracle.GAMMA * after - values[t]  # type: ignore[operator]
+            later = delta + ppo_oracle.GAMMA * ppo_oracle.LAM * later
+            after = values[t]
+            found.append(later)
+        return found[::-1]
