@@ -65,8 +65,14 @@ class Dialogue(Protocol):
 class Tools(Protocol):
     """Calls of tools, each with its limits."""
 
+    def check(self, tools: Mapping[str, Callable[..., Any]]) -> None:
+        """Refuse what cannot run as it is marked, before the first step. ``tools``: all of the run, by name."""
+
     def begin(self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]]) -> Future[list[Call]]:
         """Make the calls of one turn, one after the other, async ones side by side. Never raises for a tool's fault."""
+
+    def close(self) -> None:
+        """End threads, processes and event loops."""
 
 
 class Journal(Protocol):

@@ -3,7 +3,8 @@
 A process here is a worker of ``sandbox.fork_server``. The tool is imported there by its name, once; arguments and
 answers are sent as JSON, never as pickles. The process sees none of the run's environment variables but the path and
 the language, and what it prints is dropped. It is no jail: the tool is the team's own code, which may hang, crash or
-fork. A program of the model belongs into a jail (``rewards/code.py``), which a tool may ask for.
+fork (a child that leaves the process group outlives it). A program of the model belongs into a jail
+(``rewards/code.py``), which a tool may ask for.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class ToolProcesses:
                 return worker
             why = next(iter(message.values()))
             self._end(worker)
-            if "bug" in message:
+            if "bug" in message or "timeout" in message:
                 break
         raise VerifierError(f"no process of the tool {self.address} could be started: {why}")
 

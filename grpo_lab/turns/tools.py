@@ -15,9 +15,11 @@ import asyncio
 import contextlib
 import copy
 import inspect
+import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -98,14 +100,16 @@ class ToolCalls:
         self._slots = asyncio.Semaphore(settings.threads)
         self._processes: dict[str, ToolProcesses] = {}
         self._own = OwnLoop("turns: calls")
-        self._asyncs = OwnLoop("turns: async tools")
-        self._closed = False
+        self._asyncs = [OwnLoop("turns: async tools")]  # the last one is in use; others were blocked
+        self._end = weakref.finalize(self, _end_all, self._own, self._asyncs, self._processes, os.getpid())
 
     def check(self, tools: Named) -> None:
-        """Raise ``ValueError`` if a tool that shall run in a process cannot. Begin to start the processes."""
-        for tool in tools.values():
-            if runs_in_process(tool, self._settings.processes):
-                self._processes_of(tool).warm_up()
+        """Begin to start the processes of tools. ``tools`` are all of the run, bound methods of environments among
+        them. Raises ``ValueError`` if a tool cannot run in a process, or if ``processes`` names no tool."""
+        self._start_processes(tools.values())
+        missing = set(self._settings.processes) - set(tools)
+        if missing:
+            raise ValueError(f"`rollout.turns.processes` names {sorted(missing)}; the tools are {sorted(tools)}")
 
     def begin(self, calls: Sequence[Mapping[str, Any]], tools: Named) -> Future[list[Call]]:
         """Begin the calls of one turn; the future has a ``Call`` for each, in the order of their answers.
@@ -114,22 +118,19 @@ class ToolCalls:
             calls: ``tool_calls`` of the policy's message.
             tools: name → function, a method of the trajectory's environment among them.
 
-        Raises ``ValueError`` as ``check`` does. A fault of a tool or of the policy is an answer; the future raises
-        only ``VerifierError``, if no process of a tool can be started.
+        Raises ``ValueError`` if a tool cannot run in a process. A fault of a tool or of the policy is an answer; the
+        future raises only ``VerifierError``, if no process of a tool can be started.
         """
-        if self._closed:
+        if not self._end.alive:
             raise RuntimeError("the tools are closed; a call came after `close()`")
         wanted = [Wanted.read(call, tools) for call in calls]
-        self.check({one.name: one.tool for one in wanted if one.tool is not None})
+        self._start_processes(one.tool for one in wanted if one.tool is not None)
         return self._own.run(self._turn(wanted))
 
     def close(self) -> None:
-        """End processes and event loops. Turns that are on their way are cancelled."""
-        self._closed = True
-        self._own.end()
-        self._asyncs.end()
-        for processes in self._processes.values():
-            processes.close()
+        """End processes and event loops; turns that are on their way are cancelled. Garbage collection and the end of
+        the interpreter do it, too."""
+        self._end()
 
     async def _turn(self, wanted: Sequence[Wanted]) -> list[Call]:
         made = [await self._made(one) for one in wanted if not one.waits]
@@ -177,8 +178,8 @@ class ToolCalls:
         return blocks, any_cut
 
     def _slot(self, tool: Tool) -> AbstractAsyncContextManager[Any]:
-        """Return one of the ``threads`` places of sync tools. A call that is given up leaves its place."""
-        if inspect.iscoroutinefunction(tool):
+        """Return one of the ``threads`` places of threads and processes. A call that is given up leaves its place."""
+        if inspect.iscoroutinefunction(tool) and not self._in_process(tool):
             return contextlib.nullcontext()
         return self._slots
 
@@ -188,7 +189,7 @@ class ToolCalls:
             arguments = copy.deepcopy(arguments)
         except RecursionError as error:
             return raised(error)
-        if runs_in_process(tool, self._settings.processes):
+        if self._in_process(tool):
             return await _in_thread(partial(self._processes_of(tool).call, arguments))
         if inspect.iscoroutinefunction(tool):
             return await self._awaited(tool, arguments)
@@ -198,18 +199,36 @@ class ToolCalls:
         return timed_out(self._settings.tool_seconds)
 
     async def _awaited(self, tool: Tool, arguments: Any) -> ToolOutcome:
-        loop = self._asyncs
+        loop = self._asyncs[-1]
         outcome = asyncio.wrap_future(loop.run(awaited(tool, arguments)))
         if await _within(outcome, self._settings.tool_seconds):
             return outcome.result()
         outcome.cancel()
-        if not await _within(loop.turned(), _ALIVE_SECONDS) and self._asyncs is loop:
-            self._asyncs = OwnLoop(loop.name)  # a tool blocks the old one, which is left alone
+        if not await _within(loop.turned(), _ALIVE_SECONDS) and self._asyncs[-1] is loop:
+            self._asyncs.append(OwnLoop(loop.name))  # a tool blocks the old one, which is left alone
         return timed_out(self._settings.tool_seconds)
+
+    def _in_process(self, tool: Tool) -> bool:
+        return runs_in_process(tool, self._settings.processes)
+
+    def _start_processes(self, tools: Iterable[Tool]) -> None:
+        for tool in tools:
+            if self._in_process(tool):
+                self._processes_of(tool).warm_up()
 
     def _processes_of(self, tool: Tool) -> ToolProcesses:
         address = address_of(tool)
         return self._processes.setdefault(address, ToolProcesses(address, self._settings.tool_seconds))
+
+
+def _end_all(own: OwnLoop, asyncs: Sequence[OwnLoop], processes: Mapping[str, ToolProcesses], owner_pid: int) -> None:
+    """End all that a ``ToolCalls`` has begun; do nothing in a fork of its process."""
+    if os.getpid() != owner_pid:
+        return
+    for loop in (own, *asyncs):
+        loop.end()
+    for one in processes.values():
+        one.close()
 
 
 async def _within(future: asyncio.Future[Any], seconds: float) -> bool:
@@ -266,7 +285,7 @@ class OwnLoop:
 
     def end(self) -> None:
         """Cancel all tasks and stop. The loop stays open: a thread that was given up may still answer to it."""
-        self.run(self._cancel_all())
+        self._loop.call_soon_threadsafe(self._cancel_all)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -274,11 +293,8 @@ class OwnLoop:
             with contextlib.suppress(BaseException):  # a task's ``SystemExit``
                 self._loop.run_forever()
 
-    async def _cancel_all(self) -> None:
+    def _cancel_all(self) -> None:
         self._ended = True
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        for task in asyncio.all_tasks(self._loop):
             task.cancel()
-        if others:
-            await asyncio.wait(others, timeout=_ALIVE_SECONDS)
-        self._loop.stop()
+        self._loop.call_later(_ALIVE_SECONDS, self._loop.stop)

@@ -1,7 +1,8 @@
 """What a team sets about turns (``rollout: {turns: …}``), and what it marks on its tools and environments.
 
     @repeatable                 a call may be made twice: it changes nothing outside, or the same thing each time
-    @in_process                 a call runs in a process of its own, which is killed when it takes too long
+    @in_process                 a call runs in a process of its own, which is killed when it takes too long: a tool that
+                                may crash, spin, call ``os._exit`` or use ``signal.alarm``
 
 An environment is TRL's (``reset``, public methods as tools, ``get_reward``). What it may offer beside that:
 
@@ -42,7 +43,7 @@ class TurnSettings:
             cannot be, and is left alone.
         retries: how often a call that raised or was given up is made again, if the tool says that it may be repeated.
         processes: names of tools that run in a process of their own.
-        threads: how many calls run at the same time.
+        threads: how many calls of sync tools run at the same time; 1 for tools that share what is not safe in threads.
         max_concurrent: how many trajectories are on their way at the same time; ``None``: all of the batch.
         unparsable: what a turn with a call that cannot be read does: ``end`` the trajectory, or ``answer`` the policy
             with an error, as a tool would.
@@ -71,7 +72,8 @@ def repeatable(tool: Tool) -> Tool:
 
 
 def in_process(tool: Tool) -> Tool:
-    """Mark a tool that runs in a process of its own. Its arguments and its answer must be plain values."""
+    """Mark a tool that runs in a process of its own: a function of a module, with plain values for arguments. It sees
+    no keys of the run's environment variables. An environment's method cannot: its object lives in the trainer."""
     tool.in_process = True  # type: ignore[attr-defined]
     return tool
 

@@ -122,6 +122,12 @@ def own_pid() -> int:
 
 
 @in_process
+async def own_pid_later() -> int:
+    await asyncio.sleep(0.05)
+    return os.getpid()
+
+
+@in_process
 def environment(name: str) -> str | None:
     return os.environ.get(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -250,6 +251,14 @@ def test_no_more_than_threads_run_at_the_same_time(make: Any) -> None:
     assert max(most) == 2
 
 
+@pytest.mark.not_fast
+def test_no_more_than_threads_processes_are_started(make: Any) -> None:
+    calls = make(threads=2)
+    tools = named(hostile.own_pid, hostile.own_pid_later)
+    futures = [calls.begin([wanted(name)] * 3, tools) for name in tools for _ in range(4)]
+    assert len({pid for future in futures for pid in said(result(future))}) <= 4  # two a tool
+
+
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
@@ -398,6 +407,26 @@ def test_a_process_is_kept_for_the_next_call_and_sees_no_secrets(make: Any, monk
         calls.begin([wanted("own_pid")], tools)
 
 
+@pytest.mark.not_fast
+def test_who_forgets_to_close_leaves_no_process_and_no_loop() -> None:
+    before = threading.active_count()
+    calls = ToolCalls(TurnSettings(), words)
+    (call,) = result(calls.begin([wanted("own_pid")], named(hostile.own_pid)))
+    if os.fork() == 0:
+        calls.close()  # not its own
+        os._exit(0)
+    os.wait()
+    assert said(result(calls.begin([wanted("own_pid")], named(hostile.own_pid)))) == [call.answer]
+    del calls
+    gc.collect()
+    assert gone(int(call.answer))
+    for _ in range(100):
+        if threading.active_count() <= before:
+            return
+        time.sleep(0.05)
+    raise AssertionError(threading.enumerate())
+
+
 def test_tools_that_cannot_run_in_a_process_are_refused(make: Any) -> None:
     class Environment:
         @in_process
@@ -411,8 +440,8 @@ def test_tools_that_cannot_run_in_a_process_are_refused(make: Any) -> None:
             make().check(named(tool))
         with pytest.raises(ValueError, match=why):
             make().begin([wanted(tool.__name__)], named(tool))
-    with pytest.raises(ValueError, match="processes"):
-        make(processes=("add", "plain")).check({"plain": Environment().step})
+    with pytest.raises(ValueError, match=r"names \['ad'\]; the tools are \['add', 'fails'\]"):
+        make(processes=("ad",)).check(named(add, fails))
 
 
 @pytest.mark.not_fast
