@@ -188,6 +188,7 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
 def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
     """Plan or run the recipe that the words name, or print what its folder says of it."""
     from grpo_lab.recipe.yaml import parse_overrides, read_yaml, switched_on
+    from grpo_lab.registry import modules_beside
 
     rest = [*rest, *_name_recipe(command, known)]
     if known.config is None:  # `status` or `show`
@@ -195,6 +196,7 @@ def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) ->
         return 0
     file = Path(known.config)
     written = read_yaml(file, parse_overrides(rest))
+    modules_beside(file)
     engine = switched_on("use_vllm", written)
     if known.dry_run and known.own_process and not engine:
         sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # TRL loads it for seconds, and no engine starts

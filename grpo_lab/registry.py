@@ -100,6 +100,13 @@ def working_folder_on_path() -> str:
     return here
 
 
+def modules_beside(file: Path) -> None:
+    """Let modules that lie beside a recipe be imported, behind all others."""
+    folder = str(file.parent.resolve())
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def load_named(reference: str, where: str) -> Any:
     """Import the object at ``"package.module:attribute"``. Raises ``ValueError`` for another form, or if nothing is
     there."""
@@ -111,8 +118,8 @@ def load_named(reference: str, where: str) -> Any:
         loaded = import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"`{where}` is {reference!r}, which cannot be loaded: {error} (looked in the working folder {here} and "
-            "among the installed packages; PYTHONPATH adds further folders)"
+            f"`{where}` is {reference!r}, which cannot be loaded: {error} (looked in the working folder {here}, "
+            "beside the recipe and among the installed packages; PYTHONPATH adds further folders)"
         ) from error
     try:
         return getattr(loaded, attribute)

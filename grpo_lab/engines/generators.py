@@ -182,9 +182,10 @@ def _of_template(
     return text
 
 
-def in_form_of(prompt: str | Messages, text: str) -> Any:
-    """Return a completion as TRL gives it to rewards: text after a text prompt, an assistant message after messages."""
-    if isinstance(prompt, str):
+def in_form_of(prompt: str | Messages, text: str | Messages) -> Any:
+    """Return a completion as TRL gives it to rewards: text after a text prompt, an assistant message after messages.
+    Messages, as of several turns with tools, stay."""
+    if isinstance(prompt, str) or not isinstance(text, str):
         return text
     return [{"role": "assistant", "content": text}]
 

@@ -8,7 +8,6 @@ Seeds change the problems, their order and the sampling; the start is shared (se
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from grpo_lab.reading import read_json_lines, read_record
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.sections import ModelSection, Recipe, read_recipe, template_kwargs_of
 from grpo_lab.recipe.yaml import PLACES, read_yaml, shipped_recipe
-from grpo_lab.registry import load_named
+from grpo_lab.registry import load_named, modules_beside
 from grpo_lab.runs.differences import OF_NO_FILE, plain_settings
 from grpo_lab.settings import Named, Positive, Switch, Whole, must_be, one_of, read, settings
 
@@ -131,7 +130,7 @@ class Arms:
         file = Path(name) if name.endswith((".yaml", ".yml")) else shipped_labs().get(name)
         if file is None:
             raise ValueError(f"no lab is called {name!r}{one_of(name, [*LABS, *shipped_labs()])}, or a lab.yaml's path")
-        sys.path.append(str(file.parent.resolve()))
+        modules_beside(file)
         return Arms(read(LabFile, read_yaml(file)), file.parent)
 
     def experiment(self) -> Experiment:

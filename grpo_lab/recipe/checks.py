@@ -200,7 +200,7 @@ def _bytes(prompt: Any) -> int:
     if isinstance(prompt, str):
         texts = [prompt]
     else:
-        texts = [str(message["content"]) for message in prompt]
+        texts = [f"{message['content']}{message.get('tool_calls') or ''}" for message in prompt]
     return sum(len(text.encode()) for text in texts)
 
 

@@ -19,6 +19,7 @@ from grpo_lab.engines.generators import check_template_kwargs
 from grpo_lab.recipe.elsewhere import RECIPE, SAVED, SUPERVISED, refuse_words_from_elsewhere
 from grpo_lab.recipe.mixture import without_mixture
 from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.registry import modules_beside
 from grpo_lab.settings import (
     NULL_IS_DEFAULT,
     Count,
@@ -278,10 +279,12 @@ class Recipe:
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Read the recipe in ``path``, with ``--key value`` overrides (dotted keys reach into sections).
 
-    Raises ValueError if there is no such file, it is no mapping, a key is unknown (with the nearest match), or a
-    section is missing.
+    Modules beside it can be named in it (``module:attribute``). Raises ValueError if there is no such file, it is no
+    mapping, a key is unknown (with the nearest match), or a section is missing.
     """
-    return recipe_from(read_yaml(path, overrides), default_name=Path(path).stem)
+    written = read_yaml(path, overrides)
+    modules_beside(Path(path))
+    return recipe_from(written, default_name=Path(path).stem)
 
 
 LONGEST_NAME, LONGEST_PATH = 255, 3800

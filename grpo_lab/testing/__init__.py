@@ -53,32 +53,94 @@ THINKING_TEMPLATE = """\
 {%- endif %}"""
 
 
-def tiny_tokenizer(thinking: bool = False) -> Qwen2Tokenizer:
+# A call of a tool is in GLM-4.5's words: <tool_call>name<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>. The
+# tools' descriptions are not in the prompt: a small model learns from its cold start which there are.
+TOOLS_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] }}
+        {%- for call in message['tool_calls'] or [] %}
+            {{- '<tool_call>' + call['function']['name'] }}
+            {%- for name, value in (call['function']['arguments'] or {}).items() %}
+                {{- '<arg_key>' + name + '</arg_key><arg_value>' + value | string + '</arg_value>' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+# How such a call is read back from tokens: what transformers' `parse_response` takes.
+TOOLS_RESPONSE: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<tool_call>(?P<name>\w+)",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<arg_key>(?P<key>\w+)</arg_key><arg_value>(?P<value>.*?)</arg_value>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
+_THINKING_TAGS = ("<think>", "</think>")
+_TOOLS_TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+def tiny_tokenizer(thinking: bool = False, tools: bool = False, words: Sequence[str] = ()) -> Qwen2Tokenizer:
     """Build a Qwen2 tokenizer of about 1,000 entries from code; pad ``<|endoftext|>``, end of text ``<|im_end|>``.
 
     * byte-level BPE with Qwen's own rules for cutting text, so every text round-trips (after Qwen's Unicode NFC);
     * a number is its digits, one token each, everywhere (``" 12"`` is a space, ``1``, ``2``);
     * each word of ``grpo_lab.data.word_problems`` is one token, and so are ``####`` and a full stop with its newline;
     * special tokens and chat template as in Qwen2.5: ``<|im_start|>role\\n…<|im_end|>\\n``; with ``thinking``
-      as in Qwen3, with its blocks and modes: ``<think>``, ``</think>`` and the words of its flags are tokens, too.
+      as in Qwen3, with its blocks and modes: ``<think>``, ``</think>`` and the words of its flags are tokens, too;
+    * with ``tools`` a chat template with calls of tools and their answers, and how TRL reads calls; their tags are
+      tokens;
+    * each of ``words`` is one token.
+
+    Raise ValueError for ``thinking`` with ``tools``, and for a word that Qwen's rules cut.
 
     Its class is the one that ``AutoTokenizer`` gives to every folder with a Qwen2 or Qwen3 model in it.
     """
     from transformers import AddedToken, Qwen2Tokenizer
 
-    vocab, merges = _byte_pairs({" /", "/think", "think", "/no", "no", "_think", "\n\n"} if thinking else set())
+    if thinking and tools:
+        raise ValueError("`thinking` and `tools` are two chat templates of the tiny tokenizer; leave one of them out")
+    more = {*words}
+    template = CHAT_TEMPLATE
+    tags: tuple[str, ...] = ()
+    if thinking:
+        more |= {" /", "/think", "think", "/no", "no", "_think", "\n\n"}
+        template = THINKING_TEMPLATE
+        tags = _THINKING_TAGS
+    if tools:
+        more.add("tool")
+        template = TOOLS_TEMPLATE
+        tags = _TOOLS_TAGS
+    vocab, merges = _byte_pairs(more)
     model: dict[str, Any] = {"vocab": vocab, "merges": merges, "unk_token": None}
     made = Qwen2Tokenizer(
         **model,
         pad_token=PAD,
         eos_token=END,
         additional_special_tokens=[START],
-        chat_template=THINKING_TEMPLATE if thinking else CHAT_TEMPLATE,
+        chat_template=template,
         padding_side="left",
         model_max_length=32_768,
     )
-    if thinking:  # not special, as in Qwen3: they stay in decoded text
-        made.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in ("<think>", "</think>")])
+    # not special, as in Qwen3: they stay in decoded text
+    made.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
+    if tools:
+        made.response_template = TOOLS_RESPONSE
+    for word in words:
+        if len(made(word)["input_ids"]) != 1:
+            raise ValueError(f"{word!r} cannot be one token (setting: words): Qwen's rules cut it")
     return made
 
 
@@ -123,6 +185,8 @@ def tiny_model(
     initializer_range: float = 0.02,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     thinking: bool = False,
+    tools: bool = False,
+    words: Sequence[str] = (),
     seed: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Build a random ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM`` in float32, and a tokenizer with a chat template.
@@ -131,8 +195,10 @@ def tiny_model(
         num_kv_heads: None for as many as ``num_heads``; fewer gives grouped-query attention.
         intermediate_size: None for ``4 * hidden_size`` (the MLP is gated: three matrices of that width).
         initializer_range: standard deviation of the weights; a narrow model learns faster from 1 / √hidden_size.
-        tokenizer: None for ``tiny_tokenizer(thinking)``; else a local tokenizer folder, or a loaded one.
+        tokenizer: None for ``tiny_tokenizer(thinking, tools, words)``; else a local tokenizer folder, or a loaded one.
         thinking: a tokenizer and a chat template with Qwen3's thinking blocks and modes.
+        tools: a tokenizer and a chat template with calls of tools.
+        words: texts that are one token each.
         seed: the same arguments and seed give the same weights. The global random state is not changed.
 
     Raises:
@@ -145,14 +211,10 @@ def tiny_model(
         num_kv_heads = num_heads
     if architecture not in ARCHITECTURES:
         raise ValueError(f"unknown architecture {architecture!r}; allowed: {', '.join(ARCHITECTURES)}")
-    if hidden_size % (2 * num_heads):
-        heads = f"hidden_size {hidden_size} / num_heads {num_heads}"
-        raise ValueError(f"{heads} is no even whole number, as rotary positions need")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}")
-    words = _load_tokenizer(tokenizer, thinking)
+    _refuse_heads(hidden_size, num_heads, num_kv_heads)
+    vocabulary = _load_tokenizer(tokenizer, thinking, tools, words)
     sizes: dict[str, Any] = {
-        "vocab_size": len(words),
+        "vocab_size": len(vocabulary),
         "hidden_size": hidden_size,
         "intermediate_size": 4 * hidden_size if intermediate_size is None else intermediate_size,
         "num_hidden_layers": num_layers,
@@ -162,21 +224,34 @@ def tiny_model(
         "max_position_embeddings": max_positions,
         "tie_word_embeddings": tie_embeddings,
         "initializer_range": initializer_range,
-        "pad_token_id": words.pad_token_id,
-        "eos_token_id": words.eos_token_id,
+        "pad_token_id": vocabulary.pad_token_id,
+        "eos_token_id": vocabulary.eos_token_id,
         "bos_token_id": None,
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes)).float()
-    return model, words
+    return model, vocabulary
 
 
-def _load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase | None, thinking: bool) -> PreTrainedTokenizerBase:
+def _refuse_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
+    if hidden_size % (2 * num_heads):
+        heads = f"hidden_size {hidden_size} / num_heads {num_heads}"
+        raise ValueError(f"{heads} is no even whole number, as rotary positions need")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}")
+
+
+def _load_tokenizer(
+    tokenizer: str | Path | PreTrainedTokenizerBase | None, thinking: bool, tools: bool, words: Sequence[str]
+) -> PreTrainedTokenizerBase:
     if tokenizer is None:
-        return tiny_tokenizer(thinking)
-    if thinking:
-        raise ValueError("thinking is for the tiny tokenizer; another `tokenizer` has its own chat template")
+        return tiny_tokenizer(thinking, tools, words)
+    for name, asked in (("thinking", thinking), ("tools", tools), ("words", words)):
+        if asked:
+            raise ValueError(
+                f"{name} is for the tiny tokenizer; another `tokenizer` has its own chat template and words"
+            )
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     folder = Path(tokenizer)

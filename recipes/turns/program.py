@@ -1,0 +1,124 @@
+"""A program that is written, run against the first of its tests in the sandbox, and mended if they fail.
+
+    run(program="def f(x): …")           1 of 3
+    run(program="def f(x): …")           3 of 3
+    done
+
+The reward is whether the program that was run last passes all tests, those too that `run` does not tell of.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from grpo_lab.data import coding_tasks
+from grpo_lab.data.made import LAST, MIDDLE, Step
+from grpo_lab.rewards import CodeReward
+
+SHOWN = 3
+"""How many of a row's tests `run` tells of."""
+ONE_AT_A_TIME = threading.Lock()
+
+
+@functools.cache
+def judge() -> CodeReward:
+    """Return the judge of all environments of this process."""
+    return CodeReward(score="share")
+
+
+def passed(program: str, tests: list[str]) -> int:
+    """Return how many of the tests a program passes, run in the sandbox."""
+    fenced = f"```python\n{program}\n```"
+    with ONE_AT_A_TIME:
+        return judge().judge([fenced], ["\n".join(tests)])[0].passed
+
+
+class Program:
+    """The environment: TRL calls ``reset`` with the row's columns, the policy calls ``run``."""
+
+    deterministic = True
+
+    def reset(self, tests: str, **_: Any) -> None:
+        self._tests = tests.split("\n")
+        self._program = ""
+
+    def run(self, program: str) -> str:
+        """
+        Run a program against some tests.
+
+        Args:
+            program: A Python program that defines the function f.
+        """
+        self._program = program
+        return f"{passed(program, self._tests[:SHOWN])} of {SHOWN}"
+
+    def get_reward(self) -> float:
+        return float(self._program != "" and passed(self._program, self._tests) == len(self._tests))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in plain values."""
+        return {"tests": self._tests, "program": self._program}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        self._tests = list(state["tests"])
+        self._program = state["program"]
+
+
+def tasks(
+    n: int, seed: int = 0, split: str = "train", steps: tuple[int, int] = (1, 2), slips: float = 0.0
+) -> list[dict[str, Any]]:
+    """Return ``n`` coding tasks. ``slips``: the share of worked solutions whose first program has a wrong line, which
+    the next turn mends."""
+    rng = random.Random(f"program/{seed}/{split}")
+    rows = coding_tasks(n, seed, split, steps)
+    return [{**row, "worked_solution": transcript(row, rng, slips)} for row in rows]
+
+
+def transcript(row: dict[str, Any], rng: random.Random, slips: float) -> list[dict[str, Any]]:
+    """Return the messages of a worked solution."""
+    messages: list[dict[str, Any]] = []
+    tests = row["tests"].split("\n")[:SHOWN]
+    if rng.random() < slips:
+        wrong = with_slip(row["solution"], rng)
+        messages += ran(wrong, passed_here(wrong, tests))
+    messages += ran(row["solution"], SHOWN)
+    return [*messages, {"role": "assistant", "content": "done"}]
+
+
+def ran(program: str, right: int) -> list[dict[str, Any]]:
+    """Return the messages of a call and its answer."""
+    function = {"name": "run", "arguments": {"program": program}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    return [call, {"role": "tool", "name": "run", "content": f"{right} of {SHOWN}"}]
+
+
+def with_slip(program: str, rng: random.Random) -> str:
+    """Return the program with one of its lines replaced by another step's."""
+    head, *lines = program.split("\n")
+    place = rng.randrange(len(lines))
+    steps: tuple[Step, ...] = LAST if place == len(lines) - 1 else MIDDLE
+    step = rng.choice(steps)
+    lines[place] = f"    {step.code.format(k=rng.choice(step.numbers))}"
+    return "\n".join([head, *lines])
+
+
+def passed_here(program: str, tests: list[str]) -> int:
+    """Return how many tests a program of ours passes; its lines are those of the tables in ``grpo_lab.data.made``."""
+    made: dict[str, Callable[..., Any]] = {}
+    exec(program, made)
+    return sum(holds(test, made) for test in tests)
+
+
+def holds(test: str, made: dict[str, Any]) -> bool:
+    """Return whether an assertion holds."""
+    call, _, expected = test.removeprefix("assert ").rpartition(" == ")
+    return bool(eval(call, made) == eval(expected))
