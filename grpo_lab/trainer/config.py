@@ -16,7 +16,7 @@ from grpo_lab.settings import from_json, read, refuse_unknown
 from grpo_lab.trainer.ranks import hold_time_limit
 from grpo_lab.trainer.settings.agree import agree_with_trl, knobs_in_force
 from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
-from grpo_lab.trainer.settings.conflicts import AFTER, AHEAD, BEFORE, Case, refuse, refuse_sampling_keys
+from grpo_lab.trainer.settings.conflicts import AFTER, AHEAD, BEFORE, TURNS, Case, refuse, refuse_sampling_keys
 from grpo_lab.trainer.settings.correction import MODE, agree_on_correction, check_correction
 from grpo_lab.trainer.settings.knobs import with_registered, written
 from grpo_lab.trainer.settings.limits import EARLIER, check_batch_sizes, check_choices
@@ -160,6 +160,8 @@ class LabConfig(GRPOConfig):
             setattr(self, MODE, "token_truncate")
         refuse(AHEAD[ours.rollout.earlier_policy], Case(self, ours))
         refuse(BEFORE, Case(self, ours))
+        if ours.rollout.turns is not None:
+            refuse(TURNS, Case(self, ours))
         if ours.tasks:
             refuse(CONFLICTS, Case(self, ours))
         refuse_sampling_keys(self)

@@ -1,9 +1,9 @@
 """``LabTrainer``: TRL's GRPOTrainer with methods overridden, in the order in which a step calls them.
 
     prompts           ``_get_train_sampler``, ``get_batch_samples``, ``_tokenize_prompts``
-    generate          choose the groups that are complete (``rollout.cut_after``); ``_generate_single_turn`` generates,
-                      checks the weight sync and requests the next batch (``rollout.overlap``); turns with tools:
-                      ``_tool_call_loop``
+    generate          choose the groups that are complete (``rollout.cut_after``); ``_generate``: in it
+                      ``_generate_single_turn`` generates, checks the weight sync and requests the next batch
+                      (``rollout.overlap``); turns with tools: ``_tool_call_loop``, or trajectories (``rollout.turns``)
     score             ``_calculate_rewards``; select groups, KL penalty, values, advantages of rows and of tokens:
                       ``_generate_and_score_completions``
     record, buffer    at its end metrics are recorded; TRL cuts the batch into micro-batches and buffers them
@@ -213,12 +213,17 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         return ids, images, fields
 
     @seen
+    def _generate(self, prompts: list[Any]) -> Any:
+        with self.parts.trajectories.batch():
+            return self.parts.trajectories.with_column(super()._generate(prompts))
+
+    @seen
     def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
         begun = self.parts.partial.take(prompt_ids)
         if begun is not None:
             return begun
         training = self.model.training
-        with by_groups(self), self.parts.overlap.handing_over():
+        with by_groups(self), self.parts.overlap.handing_over(), self.parts.trajectories.whole_ones():
             generated = super()._generate_single_turn(prompt_ids, *rest, **options)
         if self.model.training is not training:  # transformers' continuous batching leaves training mode
             self.model.train(training)
@@ -227,8 +232,10 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         self.parts.overlap.begin_next()
         return generated
 
+    @seen
     def _tool_call_loop(self, *rows: Any) -> Any:
-        return tool_turns(self, self.parts.sync_proof, super()._tool_call_loop, *rows)
+        stock = functools.partial(tool_turns, self, self.parts.sync_proof, super()._tool_call_loop)
+        return self.parts.trajectories.finish(stock, *rows)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         trls = super()._calculate_rewards

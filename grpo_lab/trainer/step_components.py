@@ -21,6 +21,7 @@ from grpo_lab.trainer.generation.prompt_fit import check_training_prompts
 from grpo_lab.trainer.generation.prompt_order import PromptOrder
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, batches_ahead
 from grpo_lab.trainer.generation.rollout_ports import EngineHooks
+from grpo_lab.trainer.generation.trajectories import Trajectories
 from grpo_lab.trainer.generation.trl_engine import SyncProof, hook_in
 from grpo_lab.trainer.metrics.profile import Profile
 from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
@@ -68,6 +69,7 @@ class StepComponents:
         trainer.rollout_func = thinking_rollout(trainer, settings.rollout, resolved.environment_factory)
         self.prompts = PromptOrder(settings, trainer.args, trainer.num_generations, trainer.phase.every)
         self.sync_proof = SyncProof(trainer, settings.rollout)
+        self.trajectories = Trajectories(trainer, settings.rollout, self.sync_proof)
         batches = batches_ahead(settings.rollout, trainer.max_completion_length)
         self.ahead = ReadAhead(batches * trainer.phase.every)
         self.overlap = Overlap(trainer, settings.rollout, self.ahead)

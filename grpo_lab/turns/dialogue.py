@@ -74,7 +74,7 @@ class ChatDialogue:
         alone = self.encoded(self.rendered(asked))
         joined = self.encoded(self.rendered([*asked, *defused], add_generation_prompt=True))
         if self._writes_ends:
-            last = max(place for place, token in enumerate(alone) if token in self.ends)
+            last = max(place for place, token in enumerate(alone) if token in self._template_ends)
             alone = alone[: last + 1]
         if joined[: len(alone)] != alone:
             raise CutAnew(
@@ -150,10 +150,15 @@ class ChatDialogue:
         return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
     @cached_property
+    def _template_ends(self) -> frozenset[int]:
+        """Tokens of ``ends`` that a template can mean: text may hold the others."""
+        return self.ends & frozenset(self.tokenizer.added_tokens_decoder)
+
+    @cached_property
     def _writes_ends(self) -> bool:
         """Whether the template ends an assistant's turn with one of ``ends``."""
         tail = self.rendered(calling(PROBE)).rpartition(PROBE)[2]
-        return any(token in self.ends for token in self.encoded(tail))
+        return any(token in self._template_ends for token in self.encoded(tail))
 
     @cached_property
     def _longest_token(self) -> int:

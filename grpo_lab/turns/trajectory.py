@@ -87,7 +87,8 @@ class Trajectory:
         messages: the assistant's and the tools' messages, as TRL's rewards get them.
         turns: turns so far.
         ended: why it has ended: ``answered`` (no further call), ``turns`` (limit of turns), ``completion`` (no room
-            left in ``max_completion_length`` or in the context), ``unparsable``; ``None``: it goes on.
+            left in ``max_completion_length`` or in the context), ``turn_tokens`` (its last turn was cut there, and
+            calls nothing), ``unparsable``; ``None``: it goes on.
     """
 
     prompt: list[int]
@@ -113,17 +114,28 @@ class Trajectory:
         """Number of tokens that the policy wrote."""
         return sum(self.mask)
 
-    def with_own(self, ids: Sequence[int], logprobs: Sequence[float | None] | None, version: int) -> Trajectory:
-        """Return the trajectory with one more turn of the policy, whose message and calls are not there yet."""
+    def with_own(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float | None] | None,
+        version: int,
+        mask: Sequence[int] | None = None,
+    ) -> Trajectory:
+        """Return the trajectory with one more turn of the policy, whose message and calls are not there yet. ``mask``
+        is 0 for tokens that a thinking budget inserted; ``None``: the policy wrote all of them."""
+        written = [1] * len(ids)
+        if mask is not None:
+            written = list(mask)
         first = len(self.ids)
         scored: list[float | None] | None = None
         if self.logprobs is not None and logprobs is not None:
             scored = [*self.logprobs, *logprobs]
-        turn = Turn(first, first + len(ids), version, seen=checksum(self.so_far))
+        seen = checksum(self.so_far)
+        turn = Turn(first, first + len(ids), version, inserted=written.count(0), seen=seen)
         return replace(
             self,
             ids=[*self.ids, *ids],
-            mask=[*self.mask, *[1] * len(ids)],
+            mask=[*self.mask, *written],
             logprobs=scored,
             turns=(*self.turns, turn),
         )

@@ -151,3 +151,17 @@ def test_the_oracle_sees_a_tool_token_that_carries_loss(models: dict[str, Path],
     script.turns.append((row[0], row[1]))  # as if the sampler had made all of it, the tool's answer too
     with pytest.raises(AssertionError):
         assert_same_movement(exact, by_hand(script, models["tools"], exact.start))
+
+
+@pytest.mark.not_fast
+@pytest.mark.parametrize("kind", ["tools", "environment"])
+def test_trajectories_are_those_of_trls_loop(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """``rollout.turns``: the same draws in the same order, the same rows, and the same weights to the bit."""
+    stock, script = tool_run(kind, models, tmp_path)
+    ours, same = tool_run(kind, models, tmp_path, rollout={"turns": {}})
+    assert same == script
+    assert all(torch.equal(ours.weights[name], value) for name, value in stock.weights.items())
+    (log,) = (row for row in stock.history if "loss" in row)
+    (other,) = (row for row in ours.history if "loss" in row)
+    for name in ("tools/call_frequency", "tools/failure_frequency", "completions/mean_length", "num_tokens"):
+        assert other[name] == log[name]

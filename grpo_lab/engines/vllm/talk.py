@@ -284,21 +284,56 @@ def in_thread(call: Callable[[], Any]) -> Future[Any]:
     return answer
 
 
+class Watch:
+    """Watches a server over a second connection while requests wait for it.
+
+    Args:
+        silence: seconds without a sign of work after which ``look`` raises ``ServerGone``.
+        what: what is waited for, in words.
+    """
+
+    def __init__(self, base_url: str, silence: float, what: str, token: str | None = None) -> None:
+        self.base_url = base_url
+        self.silence = silence
+        self.what = what
+        self.token = token
+        #: Seconds between two looks.
+        self.every = min(max(silence / 6, 0.05), 5.0)
+        self._start = time.monotonic()
+        self._seen: str | None = ""
+        self.moved()
+
+    def moved(self) -> None:
+        """Note a sign of work."""
+        self._moved = time.monotonic()
+        self._looked = self._moved
+
+    def look(self) -> None:
+        """Look for a sign of work, if it is time to. Raise ServerGone if there was none for ``silence`` seconds."""
+        if time.monotonic() - self._looked < self.every:
+            return
+        before = self._seen
+        self._seen, state = look(self.base_url, self.token)
+        self._looked = time.monotonic()
+        if self._seen is not None and self._seen != before:
+            self._moved = self._looked
+        if self._looked - self._moved > self.silence:
+            raise ServerGone(
+                f"the vLLM server at {self.base_url} showed no sign of work for {self.silence:.0f} s; waited "
+                f"{self._looked - self._start:.0f} s for {self.what}: {state} (limit: "
+                "`rollout.server.silence_timeout`)"
+            )
+
+
 def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
     """Return the result of `call`, a request to a server, or raise its exception. Raises ServerGone if the server shows
     no sign of work for `silence` seconds; `call` then goes on in its thread, and its result is dropped."""
     answer = in_thread(call)
-    start = time.monotonic()
-    moved = start
-    seen: str | None = ""
-    while not wait([answer], min(max(silence / 6, 0.05), 5.0)).done:
-        before = seen
-        seen, state = look(base_url, token)
-        if seen is not None and seen != before:
-            moved = time.monotonic()
-        if time.monotonic() - moved > silence and not answer.done():
-            raise ServerGone(
-                f"the vLLM server at {base_url} showed no sign of work for {silence:.0f} s; waited "
-                f"{time.monotonic() - start:.0f} s for {what}: {state} (limit: `rollout.server.silence_timeout`)"
-            )
+    watch = Watch(base_url, silence, what, token)
+    while not wait([answer], watch.every).done:
+        try:
+            watch.look()
+        except ServerGone:
+            if not answer.done():
+                raise
     return answer.result()

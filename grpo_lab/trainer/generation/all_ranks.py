@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.talk import RequestRefused, ServerGone, TokenRefused
@@ -40,6 +40,22 @@ def raise_together(accelerator: Any, failure: Exception | None) -> None:
     fault = failure or FAULTS.get(kind, RuntimeError)(message)
     vars(fault)["of_all_ranks"] = True
     raise fault
+
+
+def raise_of_any(accelerator: Any, failure: Exception | None) -> None:
+    """Raise the first rank's ``failure`` on every rank, marked as common to all; do nothing if no rank has one. Every
+    rank must call this."""
+    own = None
+    if failure is not None:
+        own = (accelerator.process_index, type(failure).__name__, str(failure))
+    found = [one for one in gather_object([own]) if one is not None]
+    if not found:
+        return
+    rank, kind, message = found[0]
+    if failure is None or rank != accelerator.process_index:
+        failure = FAULTS.get(kind, RuntimeError)(message)
+    vars(failure)["of_all_ranks"] = True
+    raise failure
 
 
 def of_all_ranks(fault: BaseException | None) -> bool:

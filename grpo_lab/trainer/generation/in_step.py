@@ -173,7 +173,7 @@ def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environmen
     """Return the ``rollout_func`` for the constructed ``trainer``: a ``ThinkingRollout`` if a budget is set, else its
     own. Raise ValueError if the inserted text does not fit or does not close the thinking. Raise it, too, for a team's
     rollout function, tools or environment, which make completions in their own way."""
-    if settings.thinking_budget is None:
+    if settings.thinking_budget is None or settings.turns is not None:  # ``turns`` keeps it in each turn
         return trainer.rollout_func
     taken = {"rollout_func": trainer.rollout_func, "tools": trainer.tools, "environment_factory": environment_factory}
     for name, value in taken.items():

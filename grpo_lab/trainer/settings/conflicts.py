@@ -308,6 +308,24 @@ BEFORE: tuple[Conflict, ...] = (
     ),
 )
 
+TURNS: tuple[Conflict, ...] = (
+    (
+        lambda c: c.args.max_completion_length is None,
+        "`rollout.turns` needs `max_completion_length`, at which a trajectory ends over all its turns: set it",
+    ),
+    (
+        lambda c: c.args.use_vllm and c.args.vllm_mode == "colocate" and c.args.vllm_tensor_parallel_size > 1,
+        "`rollout.turns` does not combine with `vllm_tensor_parallel_size` {args.vllm_tensor_parallel_size}: an engine "
+        "over several ranks takes the same step on each, and their trajectories have turns of their own; use "
+        "`vllm_mode: server`, or leave one of them out",
+    ),
+    (
+        lambda c: c.ours.rollout.turns.max_turns and c.args.max_tool_calling_iterations is not None,
+        "`rollout.turns.max_turns` is {ours.rollout.turns.max_turns} and `max_tool_calling_iterations` is "
+        "{args.max_tool_calling_iterations}: two names for one number (it counts one less); set one",
+    ),
+)
+"""Conflicts that are checked if ``rollout.turns`` is set."""
 
 AFTER: tuple[Conflict, ...] = (
     *OF_RULES,

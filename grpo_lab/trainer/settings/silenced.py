@@ -84,6 +84,11 @@ ACTING: tuple[Acting, ...] = (
         },
         ("rollout_func", "_generate", "_generate_and_score_completions", "_prepare_inputs", "training_step"),
     ),
+    Acting(
+        "_tool_call_loop",
+        {"rollout.turns": lambda s: s.rollout.turns is not None},
+        ("_generate", "_generate_and_score_completions", "_prepare_inputs", "training_step"),
+    ),
     Acting("_get_grad_norm", {"guard": lambda s: s.guard is not None and not s.guard.is_off}),
 )
 

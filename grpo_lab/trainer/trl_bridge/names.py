@@ -132,6 +132,8 @@ ATTRIBUTES: tuple[str, ...] = (
     "_tokenizer",
     "_is_vlm",
     "tools",
+    "_standalone_tools",
+    "max_tool_calling_iterations",
     "environment_factories",
     "ref_model",
     "beta",
@@ -143,14 +145,18 @@ ATTRIBUTES: tuple[str, ...] = (
     "entropy_coef",
     "_last_world_entropy",
 )
-#: Attributes that are set while a training runs: by transformers' loop (the first three), by TRL with vLLM, and by
-#: TRL's SFT.
+#: Attributes that are set while a training runs: by transformers' loop (the first three), by TRL with vLLM, by TRL's
+#: SFT, and by TRL with tools.
 WHILE_TRAINING: tuple[str, ...] = (
     "_tr_loss",
     "_globalstep_last_logged",
     "_total_loss_scalar",
     "_last_loaded_step",
     "_total_train_tokens",
+    "_sync_tool_dicts",
+    "_async_tool_dicts",
+    "_batch_environments",
+    "_env_tools",
 )
 #: Tensors ``[B, T]`` of TRL's micro-batch that are aligned with the completion.
 COMPLETION_FIELDS: tuple[str, ...] = (

@@ -1,0 +1,286 @@
+"""``rollout: {turns: …}``: completions with tools or an environment are trajectories that go on by themselves.
+
+    TRL's ``_generate``                    what happens here
+    tokenize the prompts
+    ``_generate_single_turn``              sync; with an engine: whole trajectories; then the sync's proof
+    parse the first turns
+    ``_tool_call_loop``                    hand over the trajectories; without an engine: make them, in rounds
+    count tokens, tool calls, failures
+
+TRL draws environments, resets them and collects their tools before; rewards and losses come after. They get what TRL's
+own loop gives them, and ``turns``, a column of the rows. What tools said has log-prob NaN, where TRL has 0: TRL masks
+the difference of log-probs and sets NaN to 0, which is its own result to the bit; any other use shows.
+
+Ranks: an engine in the process or a server is asked by each rank for its own trajectories. A failure of a server, on
+any rank, is raised on all of them once each has stopped, with how far its trajectories have come. If the server comes
+back they go on from there. Without an engine, and with a team's own ``_generate_single_turn``, ranks are in step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from accelerate.utils import gather_object
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+
+from grpo_lab.engines.generators import context_of_config
+from grpo_lab.engines.thinking_budget import ThinkingBudget
+from grpo_lab.trainer.generation.all_ranks import on_main, raise_of_any
+from grpo_lab.trainer.generation.prompt_fit import refuse_long
+from grpo_lab.trainer.generation.trl_engine import SyncProof
+from grpo_lab.trainer.generation.turn_engines import ColocatedTurns, RoundTurns, ServerTurns, turn_client
+from grpo_lab.trainer.generation.turns import Turns
+from grpo_lab.trainer.settings.parse import RolloutSettings
+from grpo_lab.trainer.trl_bridge import replaced
+from grpo_lab.turns.dialogue import ChatDialogue
+from grpo_lab.turns.loop import LoopLimits, Offer, TurnLoop
+from grpo_lab.turns.protocols import TurnEngine, TurnTokens
+from grpo_lab.turns.tools import ToolCalls
+from grpo_lab.turns.trajectory import Trajectory, unbroken
+from grpo_lab.turns.turn_settings import TURNS_COLUMN
+
+
+class Trajectories:
+    """The trajectories of the current generation batch. Does nothing if ``rollout.turns`` is not set. Every rank calls
+    every method.
+
+    Attributes:
+        made: this rank's trajectories, in the order of its rows.
+
+    Raises:
+        ValueError: if the run has no tools, brings images, or has a column of the name that rewards get.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings, proof: SyncProof) -> None:
+        self.trainer = trainer
+        self.rollout = settings
+        self.made: list[Trajectory] = []
+        self._proof = proof
+        self._begins = False
+        if settings.turns is None:
+            return
+        refuse_unfit(trainer, settings)
+        self.dialogue = dialogue_of(trainer)
+        self.tools = ToolCalls(settings.turns, self.dialogue.cut)
+        self.tools.check({tool.__name__: tool for tool in trainer._standalone_tools})
+        self.limits = self._limits()
+        self.thinking = self._thinking()
+
+    @property
+    def on(self) -> bool:
+        return self.rollout.turns is not None
+
+    def _limits(self) -> LoopLimits:
+        trainer = self.trainer
+        turns = self.rollout.turns
+        assert turns is not None
+        if trainer.use_vllm:
+            context = trainer.vllm_generation.context
+        else:
+            context = context_of_config(trainer.accelerator.unwrap_model(trainer.model).config) or sys.maxsize
+        return LoopLimits(
+            max_turns=turns.max_turns or trainer.max_tool_calling_iterations + 1,
+            completion=trainer.max_completion_length,
+            context=context,
+            ends=frozenset(trainer.eos_token_ids),
+            turn_tokens=turns.turn_tokens,
+            max_concurrent=turns.max_concurrent,
+            answers_unparsable=turns.unparsable == "answer",
+        )
+
+    def _thinking(self) -> ThinkingBudget | None:
+        budget = self.rollout.thinking_budget
+        if budget is None:
+            return None
+        trainer = self.trainer
+        ends: dict[str, Any] = {"max_completion_length": self.limits.completion, "eos_ids": trainer.eos_token_ids}
+        return ThinkingBudget.for_tokenizer(trainer._tokenizer, budget, text=self.rollout.budget_text, **ends)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Return a context around TRL's ``_generate``. A turn of TRL's own call ends at ``turn_tokens``, too."""
+        if not self.on:
+            yield
+            return
+        self.made = []
+        self._begins = True
+        try:
+            with self._no_longer():
+                yield
+        finally:
+            self._begins = False
+
+    def _no_longer(self) -> AbstractContextManager[None]:
+        if self.limits.turn_tokens is None:
+            return contextlib.nullcontext()
+        longest = min(self.limits.turn_tokens, self.limits.completion)
+        if self.trainer.use_vllm:
+            return replaced(self.trainer.vllm_generation, "max_completion_length", longest)
+        return replaced(self.trainer.generation_config, "max_new_tokens", longest)
+
+    def whole_ones(self) -> AbstractContextManager[None]:
+        """Return a context in which an engine that TRL asks for first turns makes whole trajectories."""
+        begins = self._begins
+        self._begins = False
+        if not begins or not self.trainer.use_vllm:
+            return contextlib.nullcontext()
+        return replaced(self.trainer.vllm_generation, "generate", self._by_engine)
+
+    def _by_engine(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> Any:
+        """Replace ``VLLMGeneration.generate``: make the trajectories, and return their first turns."""
+        generation = self.trainer.vllm_generation
+        prompts = [list(ids) for ids in prompts]
+        refuse_long(prompts, generation.context, 1, self.trainer._tokenizer.decode)
+        self.made = [Trajectory.begin(ids) for ids in prompts]
+        with profiler or contextlib.nullcontext():
+            if generation.mode == "server":
+                asked = functools.partial(self._by_server, prompts, num_generations)
+                generation.server_return.generate(asked, generation.send, prompts)
+            else:
+                self._colocated(prompts, num_generations)
+        ids = [one.ids[: one.turns[0].end] for one in self.made]
+        logprobs = [
+            [[value] for value in (one.logprobs or [None] * len(own))[: len(own)]]
+            for one, own in zip(self.made, ids, strict=True)
+        ]
+        return prompts, ids, logprobs, None
+
+    def _colocated(self, prompts: list[list[int]], group: int) -> None:
+        """Have TRL wake the engine and ask it; run the trajectories at that place, with TRL's sampling settings."""
+        generation = self.trainer.vllm_generation
+
+        def run(_: Any, sampling_params: Any, use_tqdm: bool = False) -> list[Any]:
+            with ColocatedTurns(generation.llm, sampling_params, self._version) as engine:
+                self._run(engine)
+            return []
+
+        with replaced(generation.llm, "generate", run):
+            type(generation).generate(generation, prompts, None, group)
+
+    def _by_server(self, prompts: list[list[int]], group: int) -> None:
+        """Run the trajectories as far as they are not yet ended; raise a failure of any rank on every rank."""
+        generation = self.trainer.vllm_generation
+        accelerator = self.trainer.accelerator
+        client = turn_client(generation, self.rollout.server, prompts, group)
+        failure = None
+        with ServerTurns(client, self._version, generation.hooks.on_fault) as engine:
+            try:
+                self._run(engine)
+            except Exception as caught:
+                failure = caught
+        faulty = any(gather_object([engine.faulty]))
+
+        def check() -> None:
+            main: Any = generation.vllm_client.client  # behind the guard of ``server_across_ranks.generate``
+            main.faulty = main.faulty or faulty
+            main.check_same_weights()
+
+        raise_of_any(accelerator, failure)
+        on_main(accelerator, check)
+
+    def finish(self, stock: Callable[..., Any], *rows: Any) -> Any:
+        """Return what TRL's ``_tool_call_loop`` returns, of this rank's trajectories. Without ``rollout.turns`` call
+        ``stock`` with its arguments, ``rows``."""
+        if not self.on:
+            return stock(*rows)
+        if not self.made:
+            _, prompt_ids, completion_ids, _, logprobs, *_ = rows
+            self._in_rounds(prompt_ids, completion_ids, logprobs)
+        made = self.made
+        for one in made:
+            unbroken(one.turns, one.prompt, one.ids, self.dialogue.name)
+        calls = [call for one in made for turn in one.turns for call in turn.calls]
+        scored = None
+        if all(one.logprobs is not None for one in made):
+            scored = [list(one.logprobs) for one in made]
+        return (
+            [list(one.mask) for one in made],
+            [list(one.messages) for one in made],
+            [list(one.ids) for one in made],
+            scored,
+            len(calls),
+            sum(call.failure is not None for call in calls),
+            [[] for _ in made],
+        )
+
+    def _in_rounds(self, prompt_ids: Any, completion_ids: Any, logprobs: Any) -> None:
+        """Go on from TRL's first turns, by TRL's own call, with ranks in step."""
+        self._begins = False
+        self.made = [Trajectory.begin(ids) for ids in prompt_ids]
+        scored = logprobs or [None] * len(self.made)
+        first = {
+            key: TurnTokens(list(ids), None if own is None else list(own), self._version)
+            for key, (ids, own) in enumerate(zip(completion_ids, scored, strict=True))
+        }
+        turns = Turns(self.trainer, self.made[0].prompt)
+        with self._proof.paused():  # the first turn was proven; of later ones, some ranks may have none
+            self._run(RoundTurns(turns, first, self._version))
+            turns.keep_in_step()
+
+    def _run(self, engine: TurnEngine) -> None:
+        TurnLoop(self.made, self._offers(), engine, self.dialogue, self.tools, self.limits, self.thinking).run()
+
+    @property
+    def _version(self) -> int:
+        return int(self.trainer.state.global_step)
+
+    def _offers(self) -> list[Offer]:
+        """Return what each row's trajectory may call, and what its prompt said of it."""
+        trainer = self.trainer
+        named = zip(trainer._sync_tool_dicts, trainer._async_tool_dicts, strict=True)
+        tools = [{**synchronous, **asynchronous} for synchronous, asynchronous in named]
+        schemas = [trainer.tools] * len(tools)
+        if trainer.environment_factories is not None:
+            schemas = [trainer._env_tools[name] for name in trainer._batch_environments]
+        return [Offer(*offer) for offer in zip(tools, schemas, strict=True)]
+
+    def with_column(self, generated: Any) -> Any:
+        """Return what TRL's ``_generate`` returned, with the turns as a further column of the rows."""
+        if not self.on:
+            return generated
+        *before, columns, images, tool_images = generated
+        return (*before, {**columns, TURNS_COLUMN: [one.turns for one in self.made]}, images, tool_images)
+
+
+def dialogue_of(trainer: GRPOTrainer) -> ChatDialogue:
+    """Return the dialogue of the run's tokenizer and template. Messages are parsed by TRL."""
+
+    def parse(*arguments: Any, **named: Any) -> dict[str, Any]:
+        return grpo_trainer.parse_response(*arguments, **named)  # type: ignore[no-any-return]
+
+    template = trainer.chat_template
+    return ChatDialogue(trainer._tokenizer, parse, trainer.eos_token_ids, template, trainer.chat_template_kwargs)
+
+
+def refuse_unfit(trainer: GRPOTrainer, settings: RolloutSettings) -> None:
+    """Raise ValueError if the run cannot be made of trajectories."""
+    if not trainer.tools:
+        raise ValueError(
+            "`rollout.turns` is set, and the run has neither `tools` nor an `environment_factory`, so that a "
+            "completion has one turn: leave `rollout.turns` out, or give the policy something to call"
+        )
+    if trainer._is_vlm:
+        raise ValueError(
+            f"`rollout.turns` is for text, and the model ({trainer.model.config.model_type}) takes images: leave it "
+            "out, and TRL's own loop makes the turns"
+        )
+    columns = [(name, getattr(rows, "column_names", None) or ()) for name, rows in _data_sets(trainer)]
+    taken = [name for name, found in columns if TURNS_COLUMN in found]
+    if taken:
+        raise ValueError(
+            f"`{taken[0]}` has a column {TURNS_COLUMN!r}, which is what rewards get the turns of a completion as "
+            "(`rollout.turns`): rename it"
+        )
+
+
+def _data_sets(trainer: GRPOTrainer) -> list[tuple[str, Any]]:
+    evaluated = trainer.eval_dataset
+    if not isinstance(evaluated, dict):
+        evaluated = {"": evaluated}
+    return [("train_dataset", trainer.train_dataset), *(("eval_dataset", rows) for rows in evaluated.values())]
