@@ -15,6 +15,7 @@ from trl import GRPOConfig
 from grpo_lab.engines.generators import check_template_kwargs
 from grpo_lab.rewards import AccuracyReward, CodeReward
 from grpo_lab.rewards.for_task import ForTask
+from grpo_lab.rewards.turn_scores import TurnRewards, of_environments
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.generation.prompt_order import with_row_numbers
 from grpo_lab.trainer.settings.algorithm import Algorithm
@@ -111,10 +112,15 @@ def with_declared_rewards(cls: Any, given: Any, args: LabConfig) -> tuple[list[A
     """Return the run's rewards and its configuration. The rewards are ``given`` and those that ``cls`` adds to them. An
     added reward gets weight 1 in ``reward_weights``, if these are set."""
     given = as_list(given)
-    rewards = cls.declared_rewards(given)
-    if args.reward_weights is not None and len(args.reward_weights) == len(given) < len(rewards):
+    return with_weights(cls.declared_rewards(given), args, len(given))
+
+
+def with_weights(rewards: list[Any], args: LabConfig, weighed: int) -> tuple[list[Any], LabConfig]:
+    """Return the rewards, and the configuration with weight 1 for those behind the first ``weighed``, if
+    ``reward_weights`` are set."""
+    if args.reward_weights is not None and len(args.reward_weights) == weighed < len(rewards):
         args = copy.copy(args)
-        args.reward_weights = [*args.reward_weights, *[1.0] * (len(rewards) - len(given))]
+        args.reward_weights = [*args.reward_weights, *[1.0] * (len(rewards) - weighed)]
     return rewards, args
 
 
@@ -141,24 +147,34 @@ class ReuseFirstInstance:
         return self._factory()
 
 
-def environment_rewards(factory: Any) -> tuple[list[EnvironmentReward], Any]:
-    """Return a placeholder for each environment class with a reward of its own, and the factories to pass on to TRL. A
-    factory that is not a class is called once, to learn the class of its environments."""
+def environment_kinds(factory: Any) -> tuple[list[type], Any]:
+    """Return the classes of the environments, and the factories to pass on to TRL. A factory that is not a class is
+    called once, to learn the class of its environments."""
     if isinstance(factory, dict):
         factories = dict(factory)
     else:
         factories = {None: factory}
-    kinds = []
+    kinds: list[type] = []
     for name, make in factories.items():
         kind = make
         if not isinstance(make, type):
             instance = make()
             kind = type(instance)
             factories[name] = ReuseFirstInstance(make, instance)
-        if callable(getattr(kind, "get_reward", None)) and kind not in kinds:
+        if kind not in kinds:
             kinds.append(kind)
-    marked = [EnvironmentReward(kind.__name__) for kind in kinds]
-    return marked, factories if isinstance(factory, dict) else factories[None]
+    return kinds, factories if isinstance(factory, dict) else factories[None]
+
+
+def with_scores_of_turns(kinds: list[type], given: Any, args: LabConfig) -> tuple[list[Any], LabConfig]:
+    """Return the run's rewards and its configuration: those that are given, and one, with weight 1, that asks
+    environments for the scores of their turns (``turn_rewards``), if they have any and no reward asks them yet."""
+    given = as_list(given)
+    asked = any(isinstance(reward, TurnRewards) and reward.score is None for reward in given)
+    found = of_environments(kinds)
+    if asked or found is None:
+        return given, args
+    return with_weights([*given, found], args, len(given))
 
 
 @dataclass(frozen=True)
@@ -192,8 +208,11 @@ def resolve_arguments(
     """
     args = with_class_parts(cls, model, args)
     completes = any("declared_rewards" in vars(kind) for kind in cls.__mro__ if kind is not base)
-    if environment_factory is not None and completes:
-        owned, environment_factory = environment_rewards(environment_factory)
+    if environment_factory is not None and (completes or args.lab_settings.rollout.turns is not None):
+        kinds, environment_factory = environment_kinds(environment_factory)
+        if args.lab_settings.rollout.turns is not None:
+            reward_funcs, args = with_scores_of_turns(kinds, reward_funcs, args)
+        owned = [EnvironmentReward(kind.__name__) for kind in kinds if callable(getattr(kind, "get_reward", None))]
         reward_funcs = [*as_list(reward_funcs), *owned]
     reward_funcs, args = with_declared_rewards(cls, reward_funcs, args)
     reward_funcs = [reward for reward in reward_funcs if not isinstance(reward, EnvironmentReward)]

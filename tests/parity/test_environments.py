@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, R1ZeroTrainer
-from grpo_lab.rewards import group_reward
+from grpo_lab.rewards import AsyncTurnRewards, TurnRewards, group_reward
+from grpo_lab.trainer.trl_bridge import OFFERED
 from parity.drop_in_cases import CallsATool, Counter, chats
 from parity.harness import arguments
 
@@ -29,9 +30,35 @@ def made() -> Counter:
     return MADE[-1]
 
 
-def build(kind: Any, models: dict[str, Path], folder: Path, factory: Any = Counter, rewards: Any = None) -> Any:
+class Scored(Counter):
+    """An environment that offers more than TRL knows of."""
+
+    def turn_rewards(self, turns: Any) -> list[float]:
+        return [float(len(turn.calls)) for turn in turns]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.total = state["total"]
+
+
+class Waiting(Scored):
+    async def turn_rewards(self, turns: Any) -> list[float]:  # type: ignore[override]
+        return [0.0] * len(turns)
+
+
+def build(
+    kind: Any,
+    models: dict[str, Path],
+    folder: Path,
+    factory: Any = Counter,
+    rewards: Any = None,
+    scripted: bool = True,
+    **changes: Any,
+) -> Any:
     settings = arguments(
-        folder, max_steps=1, gradient_accumulation_steps=1, max_completion_length=200, learning_rate=1e-3
+        folder, max_steps=1, gradient_accumulation_steps=1, max_completion_length=200, learning_rate=1e-3, **changes
     )
     return kind(
         AutoModelForCausalLM.from_pretrained(models["tools"], dtype=torch.float32),
@@ -39,7 +66,7 @@ def build(kind: Any, models: dict[str, Path], folder: Path, factory: Any = Count
         LabConfig(**settings),
         chats(),
         processing_class=AutoTokenizer.from_pretrained(models["tools"]),
-        rollout_func=CallsATool("multiply", models["tools"]),
+        rollout_func=CallsATool("multiply", models["tools"]) if scripted else None,
         environment_factory=factory,
     )
 
@@ -71,6 +98,39 @@ def test_a_factory_is_asked_once_for_what_it_makes(models: dict[str, Path], tmp_
 def test_beside_an_environment_without_a_reward_the_declared_ones_stay(models: dict[str, Path], tmp_path: Path) -> None:
     trainer = build(R1ZeroTrainer, models, tmp_path, factory=Silent)
     assert trainer.reward_func_names == ["accuracy_reward", "think_format_reward"]
+
+
+IN_TURNS: dict[str, Any] = {
+    "scripted": False, "rollout": {"turns": {}}, "objective": "grpo", "advantage": "turn_returns",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("factory", "kind"),
+    [(Scored, TurnRewards), (Waiting, AsyncTurnRewards), ({"one": Counter, "two": Scored}, TurnRewards)],
+    ids=["one", "asynchronous", "one of two"],
+)
+def test_scores_of_turns_are_found_and_are_no_tools(
+    factory: Any, kind: Any, models: dict[str, Path], tmp_path: Path
+) -> None:
+    trainer = build(LabTrainer, models, tmp_path, factory, reward_weights=[], **IN_TURNS)
+    assert [type(reward) for reward in trainer.reward_funcs[:1]] == [kind]
+    assert trainer.reward_func_names[0] == "turn_rewards"
+    assert trainer.reward_weights.tolist() == [1.0] * len(trainer.reward_funcs)
+    assert {tool.__name__ for tools in trainer._env_tools.values() for tool in tools} == {"multiply"}
+
+
+def test_scores_of_turns_that_are_asked_for_already(models: dict[str, Path], tmp_path: Path) -> None:
+    given = [TurnRewards()]
+    trainer = build(LabTrainer, models, tmp_path, Scored, given, reward_weights=[0.5], **IN_TURNS)
+    assert trainer.reward_func_names == ["turn_rewards", "Scored"]
+    assert trainer.reward_weights.tolist() == [0.5, 1.0]
+
+
+def test_without_turns_an_environment_is_as_trl_has_it(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = build(LabTrainer, models, tmp_path, Scored)
+    assert trainer.reward_func_names == ["Scored"]
+    assert {tool.__name__ for tool in trainer.tools} == {"multiply", *OFFERED}
 
 
 @pytest.mark.not_fast
