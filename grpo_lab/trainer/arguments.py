@@ -12,6 +12,7 @@ from typing import Any
 from datasets import Dataset
 from trl import GRPOConfig
 
+from grpo_lab.advantages import reads_steps
 from grpo_lab.engines.generators import check_template_kwargs
 from grpo_lab.rewards import AccuracyReward, CodeReward
 from grpo_lab.rewards.for_task import ForTask
@@ -168,11 +169,12 @@ def environment_kinds(factory: Any) -> tuple[list[type], Any]:
 
 def with_scores_of_turns(kinds: list[type], given: Any, args: LabConfig) -> tuple[list[Any], LabConfig]:
     """Return the run's rewards and its configuration: those that are given, and one, with weight 1, that asks
-    environments for the scores of their turns (``turn_rewards``), if they have any and no reward asks them yet."""
+    environments for the scores of their turns (``turn_rewards``). It is there if they have any, the advantage rule
+    reads them, and no reward asks for them yet."""
     given = as_list(given)
     asked = any(isinstance(reward, TurnRewards) and reward.score is None for reward in given)
     found = of_environments(kinds)
-    if asked or found is None:
+    if asked or found is None or not reads_steps(args.algorithm.advantage):
         return given, args
     return with_weights([*given, found], args, len(given))
 

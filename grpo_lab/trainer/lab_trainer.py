@@ -127,8 +127,7 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         self.step_scores: dict[int, list[StepScores]] = {}
         in_words = trl_bridge.fp32_head_in_words(found.args.cast_lm_head_to_fp32)
         engine = engine_class(found.settings.rollout, found.args)
-        offers = trl_bridge.offers_hidden(found.settings.rollout.turns is not None)
-        with in_words, offers, trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine):
+        with in_words, trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine):
             super().__init__(
                 model=model,
                 reward_funcs=found.reward_funcs,

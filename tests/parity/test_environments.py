@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, R1ZeroTrainer
 from grpo_lab.rewards import AsyncTurnRewards, TurnRewards, group_reward
-from grpo_lab.trainer.trl_bridge import OFFERED
+from grpo_lab.turns.turn_settings import OFFERS
 from parity.drop_in_cases import CallsATool, Counter, chats
 from parity.harness import arguments
 
@@ -30,17 +30,23 @@ def made() -> Counter:
     return MADE[-1]
 
 
-class Scored(Counter):
-    """An environment that offers more than TRL knows of."""
+def offering() -> type[Counter]:
+    """Return an environment that offers more than TRL knows of. Runs with turns change its class."""
 
-    def turn_rewards(self, turns: Any) -> list[float]:
-        return [float(len(turn.calls)) for turn in turns]
+    class Scored(Counter):
+        def turn_rewards(self, turns: Any) -> list[float]:
+            return [float(len(turn.calls)) for turn in turns]
 
-    def state_dict(self) -> dict[str, int]:
-        return {"total": self.total}
+        def state_dict(self) -> dict[str, int]:
+            return {"total": self.total}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.total = state["total"]
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.total = state["total"]
+
+    return Scored
+
+
+Scored: Any = offering()
 
 
 class Waiting(Scored):
@@ -128,9 +134,14 @@ def test_scores_of_turns_that_are_asked_for_already(models: dict[str, Path], tmp
 
 
 def test_without_turns_an_environment_is_as_trl_has_it(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = build(LabTrainer, models, tmp_path, Scored)
+    trainer = build(LabTrainer, models, tmp_path, offering())
     assert trainer.reward_func_names == ["Scored"]
-    assert {tool.__name__ for tool in trainer.tools} == {"multiply", *OFFERED}
+    assert {tool.__name__ for tool in trainer.tools} == {"multiply", *OFFERS}
+
+
+def test_a_rule_that_reads_no_turns_leaves_their_scores_alone(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = build(LabTrainer, models, tmp_path, Scored, **{**IN_TURNS, "advantage": None})
+    assert trainer.reward_func_names == ["Scored"]
 
 
 @pytest.mark.not_fast
