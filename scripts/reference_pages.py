@@ -244,8 +244,14 @@ PARTS = (
     "Names and knobs: [surrogates](algorithms/surrogates.md), [aggregations](algorithms/aggregation.md)."
 )
 RULES_AND_KNOBS = "Names and knobs: [advantages](algorithms/advantages.md)."
+CORRECTIONS_AND_KNOBS = "Names and knobs: [corrections](algorithms/sampler_correction.md)."
 #: what follows a setting's keys
-MORE = {"objective": lambda: [PARTS, ""], "sampler": samplers, "advantage": lambda: [RULES_AND_KNOBS, ""]}
+MORE = {
+    "objective": lambda: [PARTS, ""],
+    "sampler": samplers,
+    "advantage": lambda: [RULES_AND_KNOBS, ""],
+    "correction": lambda: [CORRECTIONS_AND_KNOBS, ""],
+}
 PAGES = {DOCS / "command_line.md": command_line, DOCS / "settings.md": settings}
 
 

@@ -61,6 +61,7 @@ class Facts:
     last_step: int = 0  # ``max_steps`` of the run
     own_loss: bool = False  # a team's own loss, whose value says nothing to these rules
     moves: bool | None = None  # whether some parameter group's learning rate is not 0 now
+    success: float | None = None  # smallest reward of a success, with a rule that asks for successes (`pass_at_k`)
 
 
 Seen = Callable[[History, Facts], str | None]
@@ -121,7 +122,9 @@ def nothing_scored(history: History, facts: Facts) -> str | None:
     return None
 
 
-@rule("all groups dead", "rewards, data (difficulty), num_generations, temperature, update.dead_groups")
+@rule(
+    "all groups dead", "rewards and their weights, data (difficulty), num_generations, temperature, update.dead_groups"
+)
 def all_dead(history: History, facts: Facts) -> str | None:
     """Report that all groups are dead over three windows, or before that if nothing was ever rewarded: no gradient."""
     if not _dead(history) or no_completion_scored(history):
@@ -129,6 +132,12 @@ def all_dead(history: History, facts: Facts) -> str | None:
     reward = recent(history, "reward")
     if len(history) < PERSISTENCE and any(values(history, "reward") or [1.0]):
         return None
+    if facts.success is not None:
+        said = "" if reward is None else f" (mean reward {reward:.3g})"
+        return (
+            f"no group teaches{said}: in each, so few or so many completions reach `advantage.success` = "
+            f"{facts.success:g} of the weighted reward that all advantages are 0; can any reach it?"
+        )
     cause = "too hard" if reward == 0 else "too hard, too easy"
     level = ""
     if reward is not None:
@@ -148,7 +157,10 @@ def no_gradient(history: History, facts: Facts) -> str | None:
     return f"the gradient is 0 though {alive}: no token carries loss, or no weight is trained"
 
 
-@rule("sampler drifts", "vllm_importance_sampling_correction, dtype/bf16, rollout.verify_every")
+@rule(
+    "sampler drifts",
+    "correction (with vLLM also vllm_importance_sampling_correction, rollout.verify_every), dtype/bf16",
+)
 def drifting(history: History, facts: Facts) -> str | None:
     """Report that the engine's log-probs of the completions differ from the trainer's."""
     gaps = [recent(history, "rollout/sync_gap")]

@@ -40,6 +40,10 @@ OF_THE_CALL = (
 """Options that say which cells run, where and how. No number depends on them."""
 
 
+MOST_NAMED = 12
+"""Cells of one kind that a dry run names."""
+
+
 def options_of_cell(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
     """Return the settings that a cell is made from by default: all options but those in `OF_THE_CALL`."""
     return {name: value for name, value in vars(options).items() if name not in OF_THE_CALL}
@@ -182,7 +186,15 @@ def _plan(why: Mapping[str, str]) -> dict[str, str]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in why.items():
         by_reason.setdefault(_shortened(reason) or "done already", []).append(name)
-    return {f"{len(names)} cells, {reason}": "; ".join(names) for reason, names in by_reason.items()}
+    return {f"{len(names)} cells, {reason}": _first(names) for reason, names in by_reason.items()}
+
+
+def _first(names: Sequence[str]) -> str:
+    """Return the names of the cells that run first, and how many follow."""
+    more = len(names) - MOST_NAMED
+    if more <= 1:
+        return "; ".join(names)
+    return "; ".join([*names[:MOST_NAMED], f"and {more} more"])
 
 
 def _run(experiment: Experiment, cells: Sequence[LabCell], options: Options) -> list[str]:

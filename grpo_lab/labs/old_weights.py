@@ -4,6 +4,8 @@
     rounded                     weights and logits of the sampler are bfloat16 numbers; all else stays as it is
     what the batch carries      the log-probs of its tokens under those weights, as an engine reports them
 
+A checkpoint holds the weights that are kept, so that a resumed run samples from the same ones.
+
 A recipe asks for it by its ``trainer``, `OldWeightsTrainer` or `RatioToSampler`, and by the callback `OldWeights`.
 """
 
@@ -12,16 +14,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from grpo_lab.engines.forward import forward_logprobs
+from grpo_lab.io import write_whole
 from grpo_lab.settings import Count, Positive
 from grpo_lab.trainer.lab_trainer import LabTrainer
+from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.trainer.row_table import Carried
+
+FILE = "old_weights_{}.safetensors"
+"""File of a checkpoint with the weights that were kept as the n-th, the oldest first."""
 
 
 class OldWeights(TrainerCallback):  # type: ignore[misc]
@@ -32,6 +41,8 @@ class OldWeights(TrainerCallback):  # type: ignore[misc]
         rounded: whether the sampler computes with weights and logits that are rounded to bfloat16.
         tokens: the training stops after the step in which so many tokens have been generated; None: it does not.
     """
+
+    holds = "the weights that the sampler of the court keeps"
 
     def __init__(self, batches: Count = 0, rounded: bool = False, tokens: Positive | None = None) -> None:
         self.batches = batches
@@ -49,8 +60,23 @@ class OldWeights(TrainerCallback):  # type: ignore[misc]
         """Return whether the sampler's weights are others than the policy's."""
         return self.batches > 0 or self.rounded
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the kept weights into a checkpoint, and return its entry."""
+        for place, weights in enumerate(self._kept):
+            whole = {name: weight.contiguous() for name, weight in weights.items()}
+            write_whole(folder / FILE.format(place), lambda partial, whole=whole: save_file(whole, partial))  # type: ignore[misc]
+        return {"kept": len(self._kept), "step": self._step, "generated": self.generated}
+
+    def load(self, saved: SavedState | None) -> None:
+        """Restore what ``save`` wrote; None: the training begins."""
         self._forget()
+        if saved is None:
+            return
+        entry = saved.entry("old_weights", dict, "the sampler then begins with the policy's weights")
+        if entry is not None:
+            self._kept.extend(load_file(saved.checkpoint / FILE.format(place)) for place in range(entry["kept"]))
+            self._step = entry["step"]
+            self.generated = entry["generated"]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.tokens is not None and self.generated >= self.tokens:
@@ -89,8 +115,16 @@ class OldWeightsTrainer(LabTrainer):
 
     samples_itself = True
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parts.stateful["old_weights"] = self._sampler
+
+    @property
+    def _sampler(self) -> OldWeights:
+        return next(one for one in self.callback_handler.callbacks if isinstance(one, OldWeights))
+
     def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
-        sampler = next(one for one in self.callback_handler.callbacks if isinstance(one, OldWeights))
+        sampler = self._sampler
         training = self._mode() == "train"
         reports = sampler.differ or self.algorithm.correction is not None
         if not (training and reports):

@@ -103,6 +103,14 @@ class MixedObjective(Objective):
 
     tasks: tuple[TaskObjective, ...] = ()
 
+    def __post_init__(self) -> None:
+        chosen = [part.selection for part in self.selecting]
+        if len({*chosen}) < len(chosen):
+            raise ValueError(
+                f"several tasks have parts that choose tokens under one name ({chosen}), and a row carries one choice "
+                "a name: give one of them another objective"
+            )
+
     @staticmethod
     def of(tasks: Iterable[TaskObjective]) -> MixedObjective:
         first, *others = tasks = tuple(tasks)

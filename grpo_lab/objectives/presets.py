@@ -2,7 +2,8 @@
 one row here.
 
 Numbers that a user tunes (ε, δ, β) are not part of a row. They are the fields of the surrogate's dataclass, and come
-from TRL's own settings (``epsilon``, ``epsilon_high``, ``delta``, ``beta``) or from the ``objective`` mapping.
+from TRL's own settings (``epsilon``, ``epsilon_high``, ``delta``, ``beta``) or from the ``objective`` mapping. Where
+TRL's defaults would be another algorithm than the paper's, a row says that the paper's hold (``holds``).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Preset:
 
     Args:
         knobs: settings of the advantage rule that differ from its defaults.
+        holds: the surrogate's knobs in ``paper`` hold where the run sets none of them, in place of TRL's defaults.
         plain_k3: if ``beta`` alone is set, k3 is not weighted by the ratio (TRL's ``use_bias_correction_kl``).
     """
 
@@ -46,6 +48,7 @@ class Preset:
     paper: Mapping[str, float | str] = field(default_factory=dict)
     knobs: Mapping[str, float | str] = field(default_factory=dict)
     plain_k3: bool = False
+    holds: bool = False
 
     @property
     def rule(self) -> str | dict[str, float | str]:
@@ -84,6 +87,7 @@ PRESETS: dict[str, Preset] = {
         "LUSPO, arXiv 2602.05261",
         ratio="sequence",
         paper={"epsilon": 2e-3, "epsilon_high": 2.5e-3},
+        holds=True,
     ),
     "sapo": Preset(
         "group_zscore",
@@ -139,6 +143,7 @@ PRESETS: dict[str, Preset] = {
         "GSPO-token, arXiv 2507.18071, §4.3",
         ratio="sequence_token",
         paper={"epsilon": 3e-4, "epsilon_high": 4e-4},
+        holds=True,
     ),
     "gmpo": Preset(
         "group_zscore",
@@ -147,8 +152,8 @@ PRESETS: dict[str, Preset] = {
         "GMPO, arXiv 2507.20673",
         paper={"clip_low": 0.4, "clip_high": 0.4, "lr": 1e-6},
     ),
-    "dppo_tv": Preset("group_zscore", "dppo_tv", "token_mean", "DPPO, arXiv 2602.04879", paper={"threshold_low": 0.15}),
-    "dppo_kl": Preset("group_zscore", "dppo_kl", "token_mean", "DPPO, arXiv 2602.04879", paper={"threshold_low": 0.05}),
+    "dppo_tv": Preset("group_mean", "dppo_tv", "fixed_budget", "DPPO, arXiv 2602.04879", paper={"threshold_low": 0.15}),
+    "dppo_kl": Preset("group_mean", "dppo_kl", "fixed_budget", "DPPO, arXiv 2602.04879", paper={"threshold_low": 0.05}),
     "prime_rl": Preset(
         "group_mean",
         "prime_rl",
@@ -163,6 +168,7 @@ PRESETS: dict[str, Preset] = {
         "ScaleRL, arXiv 2510.13786",
         paper={"epsilon_high": 5.0},
         knobs={"over": "completions"},
+        holds=True,
     ),
     "clip_cov": Preset(
         "group_zscore",

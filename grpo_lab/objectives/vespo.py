@@ -30,7 +30,8 @@ class GammaWeight:
     effect.
 
     Args:
-        k_pos, lambda_pos: k ≥ 0 and λ > 0 where Â ≥ 0; TRL's ``vespo_k_pos``, ``vespo_lambda_pos``.
+        k_pos, lambda_pos: k ≥ 0 and λ ≥ 0 (taken as 1e-4 at least, as in TRL) where Â ≥ 0; TRL's ``vespo_k_pos``,
+            ``vespo_lambda_pos``.
         k_neg, lambda_neg: the same where Â < 0.
     """
 
@@ -46,6 +47,12 @@ class GammaWeight:
 
     def __call__(self, batch: TokenBatch) -> Tensor:
         return -self.weight(batch) * batch.advantages * batch.logps
+
+    def __post_init__(self) -> None:
+        for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"`{name}` (`vespo_{name}`) is {value}; it must be a finite number ≥ 0")
 
     @torch.no_grad()
     def weight(self, batch: TokenBatch) -> Tensor:

@@ -16,6 +16,7 @@ from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.recipe import build, checks
 from grpo_lab.recipe.ahead import check_engine, check_whole_model, known_model, made_from, model_here
 from grpo_lab.recipe.data import load_rows, rows_here
+from grpo_lab.recipe.mixture import in_its_words
 from grpo_lab.recipe.policy import check_policy
 from grpo_lab.recipe.sections import (
     ColdStartSection,
@@ -89,9 +90,7 @@ class Job:
             build.check_golds(rows, rewards)
             checks.check_columns(recipe, trainer, rows, rewards)
             checks.check_enough_rows(trainer, config, rows)
-        eval_rows = None
-        if recipe.eval_dataset is not None:
-            eval_rows = load(recipe.eval_dataset, "eval_dataset")
+        eval_rows = load(recipe.eval_dataset, "eval_dataset") if recipe.eval_dataset is not None else None
         checks.check_turns(recipe, config.lab_settings.rollout, {"data": rows, "eval_dataset": eval_rows})
         evaluation = recipe.evaluation
         held_out = None
@@ -108,7 +107,8 @@ class Job:
             check_policy(policy, config)
         # what our constructor refuses before it looks at a model; a team's own may change its arguments first
         if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
-            resolve_arguments(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
+            with in_its_words(recipe.data):
+                resolve_arguments(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
         return cls(
             name=recipe.name,
             folder=recipe.output_dir,
@@ -180,7 +180,8 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
                     "setting; leave one out"
                 )
     _check_eval(recipe, settings)
-    return LabConfig(**settings)
+    with in_its_words(recipe.data):
+        return LabConfig(**settings)
 
 
 def numbers_read(recipe: Recipe) -> Recipe:

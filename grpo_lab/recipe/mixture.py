@@ -7,7 +7,8 @@ task.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.rewards.for_task import COLUMN
@@ -45,6 +46,18 @@ def without_mixture(written: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in written.items() if key != "mixture"}
     data = {"loader": LOADER, **{str(name): task["data"] for name, task in given.items()}}
     return {**rest, "data": data, "rewards": rewards, "tasks": tasks, **_evaluation(given, written.get("evaluation"))}
+
+
+@contextmanager
+def in_its_words(data: Any) -> Iterator[None]:
+    """Inside the block, an error that names a setting of ``tasks`` names it as a recipe with ``mixture`` writes it.
+    ``data``: the recipe's section."""
+    try:
+        yield
+    except ValueError as error:
+        if data is None or data.loader != LOADER or "`tasks." not in str(error):
+            raise
+        raise type(error)(str(error).replace("`tasks.", "`mixture.")) from error
 
 
 def _evaluation(given: Mapping[str, Any], beside: Any) -> dict[str, Any]:

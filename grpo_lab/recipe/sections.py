@@ -339,7 +339,8 @@ def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe
     check_command(written, "train")
     tasks = written.get("mixture")
     for name, task in tasks.items() if isinstance(tasks, Mapping) else ():
-        read(TaskSection, task, f"mixture.{name}")
+        if not read(TaskSection, task, f"mixture.{name}").rewards:
+            raise ValueError(f"`mixture.{name}.rewards` is {task['rewards']!r}; a task needs at least one reward")
     return read(Recipe, {"name": default_name, **without_mixture(written)})
 
 

@@ -19,7 +19,7 @@ from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
 from grpo_lab.trainer.settings.conflicts import AFTER, AHEAD, BEFORE, TURNS, Case, refuse, refuse_sampling_keys
 from grpo_lab.trainer.settings.correction import MODE, agree_on_correction, check_correction
 from grpo_lab.trainer.settings.knobs import with_registered, written
-from grpo_lab.trainer.settings.limits import EARLIER, check_batch_sizes, check_choices
+from grpo_lab.trainer.settings.limits import EARLIER, check_batch_sizes, check_choices, check_loss
 from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
 from grpo_lab.trainer.settings.tasks import CONFLICTS
 
@@ -129,6 +129,7 @@ class LabConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         check_choices(vars(self))
+        check_loss(vars(self))
         check_batch_sizes(self)
         super().__post_init__()
         hold_time_limit(self)

@@ -34,6 +34,7 @@ from grpo_lab.trainer.scoring.kl_penalty import KLController
 from grpo_lab.trainer.scoring.preference_training import PreferenceInTraining
 from grpo_lab.trainer.scoring.resample import Resampler
 from grpo_lab.trainer.scoring.reward_table import WeightSchedules, check_steps
+from grpo_lab.trainer.settings import knobs
 from grpo_lab.trainer.settings.correction import take_over_correction
 from grpo_lab.trainer.settings.inputs import check_critic, check_requires, shared_names, uneven_evaluation
 from grpo_lab.trainer.settings.silenced import SilencedSettings
@@ -126,7 +127,8 @@ class StepComponents:
         if trainer.lab_settings.token_weights_every is not None:
             trainer.add_callback(self.update.weights)
         if trainer.lab_settings.objective is not None:  # without it the run logs what stock TRL logs
-            trainer.add_callback(HealthLine(own_loss=has_own_loss(trainer)))
+            success = getattr(trainer.algorithm.advantage, "success", None)
+            trainer.add_callback(HealthLine(own_loss=has_own_loss(trainer), success=success))
             one_line_for(trainer)
         trainer.callback_handler.callbacks[:0] = [
             self.due_evaluation,  # it belongs to the step before
@@ -203,6 +205,10 @@ def prove(trainer: GRPOTrainer) -> None:
         for one in objective.each:
             trainer.say(prove_loss(trainer.token_loss, one, of_team))
     uneven = uneven_evaluation(trainer.args, trainer.eval_dataset, trainer.num_generations_eval)
-    for warning in (idle_pull(trainer), shared_names(trainer.reward_func_names), uneven):
+    chosen = trainer.lab_settings.objective
+    apart = None
+    if chosen is not None:
+        apart = knobs.other_than_the_paper(trainer.args, chosen, objective.surrogate)
+    for warning in (idle_pull(trainer), shared_names(trainer.reward_func_names), uneven, apart):
         if warning is not None:
             trainer.say(warning, level=logging.WARNING)

@@ -60,7 +60,7 @@ def test_all_groups_dead_is_said_and_what_to_look_at(
     first, last = lines(caplog)  # at the level WARNING: a script without logging set up sees it
     assert first.getMessage().startswith("step 1: all groups are dead")
     assert "mean reward 0:" in first.getMessage()
-    assert "Look at rewards, data (difficulty), num_generations" in first.getMessage()
+    assert "Look at rewards and their weights, data (difficulty), num_generations" in first.getMessage()
     assert last.getMessage().startswith("step 3: all groups are dead")
     assert {first.levelno, last.levelno} == {logging.WARNING}
 

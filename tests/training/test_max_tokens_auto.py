@@ -103,9 +103,10 @@ def out_of_memory_in(
             return at and count["bins"] >= number
 
         def forward(_module: Any, _args: Any) -> None:
-            if torch.is_grad_enabled() and trainer.model.training and trainer.state.global_step == step:
+            here = trainer.model.training and trainer.state.global_step == step
+            if here and torch.is_grad_enabled() == (where != "look"):
                 count["bins"] += 1
-                if where == "forward" and due():
+                if where != "backward" and due():
                     break_off()
 
         def backward(gradient: torch.Tensor) -> torch.Tensor:
@@ -166,6 +167,15 @@ def test_out_of_memory_in_the_third_bin(
     if "token_weights_every" in changes:
         lines = [(tmp_path / run / "token_weights.jsonl").read_text() for run in ("o", "h")]
         assert lines[0] == lines[1]
+
+
+@pytest.mark.not_fast
+def test_out_of_memory_in_the_look(tiny_folder: Path, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"silent_rows": "skip"}
+    broken = trained(tmp_path / "o", tiny_folder, out_of_memory_in("look"), update={"max_tokens": "auto", **asked})
+    tokens = broken.trainer.exact_update.budget.tokens
+    assert tokens < 100
+    assert_same(broken, trained(tmp_path / "h", tiny_folder, update={"max_tokens": tokens, **asked}))
 
 
 @pytest.mark.not_fast

@@ -38,7 +38,8 @@ class TotalVariationRegion(WithinRegion):
     of their script in verl; most runs of section E have 0.2. Their code also caps the weight ρ at 10 and keeps its
     gradient (``truncate``; the script puts the cap out of reach, section E has 5). It computes −sg(ρ)·Â·log π, which
     has the same gradient. The top-k divergences (eq. 15–16) need log-probs of tokens that were not sampled: not here.
-    The authors find no significant gain in them (section F.3).
+    The authors find no significant gain in them (section F.3). Advantages without σ and sums over a fixed length are
+    those of their script (Dr. GRPO's).
 
     Args:
         threshold_low: δ for Â < 0, a probability.
@@ -47,6 +48,13 @@ class TotalVariationRegion(WithinRegion):
     """
 
     threshold_low: float = 0.15
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("threshold_low", "threshold_high"):
+            if (getattr(self, name) or 0) >= 1:
+                seen = f"`objective.{name}` is {getattr(self, name)}"
+                raise ValueError(f"{seen}; it must be below 1, which no difference of probabilities is above")
 
     def _far(self, logps: Tensor, sampled: Tensor) -> Tensor:
         return total_variation(logps, sampled)

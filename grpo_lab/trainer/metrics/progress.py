@@ -68,10 +68,12 @@ class HealthLine(TrainerCallback):  # type: ignore[misc]
     ``state.log_history``, which checkpoints carry: a resumed run goes on where it stopped.
     """
 
-    def __init__(self, every: int = 20, own_loss: bool = False) -> None:
-        """Set up the callback. ``own_loss``: the loss is a team's, so its value cannot be interpreted here."""
+    def __init__(self, every: int = 20, own_loss: bool = False, success: float | None = None) -> None:
+        """Set up the callback. ``own_loss``: the loss is a team's, so its value cannot be interpreted here.
+        ``success``: the advantage rule's smallest reward of a success, if it asks for one."""
         self.every = every
         self.own_loss = own_loss
+        self.success = success
         self.said: Diagnosis | None = None
         self._since = 0
 
@@ -83,7 +85,8 @@ class HealthLine(TrainerCallback):  # type: ignore[misc]
         moves = None
         if optimizer is not None:
             moves = any(float(group["lr"]) != 0 for group in optimizer.param_groups)
-        facts = Facts(updates / args.gradient_accumulation_steps, int(state.max_steps), self.own_loss, moves)
+        steps = updates / args.gradient_accumulation_steps
+        facts = Facts(steps, int(state.max_steps), self.own_loss, moves, self.success)
         verdict = diagnose([row for row in state.log_history if "loss" in row], facts)
         self._since += 1
         ends = state.global_step >= state.max_steps

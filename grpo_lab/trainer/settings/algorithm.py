@@ -143,7 +143,8 @@ def _without_the_runs_own(args: Any, settings: LabSettings) -> Any:
     assert chosen is not None  # a mixture has one
     plain = copy.copy(args)
     for name, knob in knobs.flat_settings(knobs.surrogate_part(chosen)).items():
-        if chosen.knobs.get(knob) is not None:
+        of_paper = knobs.papers_bounds(chosen).get(knob)
+        if chosen.knobs.get(knob) is not None or (of_paper is not None and getattr(args, name) == of_paper):
             vars(plain)[name] = knobs.default_of(args, name)
     apart = "multi_objective_aggregation"
     if apart not in getattr(args, "_written", ()):

@@ -88,6 +88,7 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
     that is given as an object takes none. Raises ValueError if a setting would have no effect on the surrogate.
     """
     part = surrogate_part(chosen)
+    _refuse_knobs_of_the_rule(chosen, part)
     own = _checked(chosen.knobs, part, "objective", "surrogate", SURROGATES)
     if chosen.ratio is not None and not getattr(part, "reads_ratio", True):
         raise ValueError(
@@ -106,7 +107,53 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
     if not isinstance(part, type):
         return _built(part, own, "surrogate")
     flat = {field: getattr(args, name) for name, field in read.items() if is_ours(part) or written(args, name)}
+    papers = papers_bounds(chosen)
+    if not any(field in own or written(args, name) for name, field in read.items() if field in papers):
+        flat |= papers
     return _built(part, {**flat, **own}, "surrogate")
+
+
+def papers_bounds(chosen: ObjectiveSettings) -> dict[str, float]:
+    """Return the knobs for which the paper's numbers hold where the run sets none of them: of a preset that says so
+    (``Preset.holds``), with its own surrogate."""
+    row = preset(chosen.name or "grpo")
+    if not row.holds or chosen.surrogate is not None:
+        return {}
+    known = registry.knobs_of(SURROGATES[row.surrogate])
+    return {name: float(number) for name, number in row.paper.items() if name in known}
+
+
+def other_than_the_paper(args: Any, chosen: ObjectiveSettings, surrogate: Any) -> str | None:
+    """Return a sentence on the numbers that the run takes from TRL's defaults, where the objective's paper, or our
+    surrogate, has others and the run sets none; None if there are none."""
+    row = preset(chosen.name or "grpo")
+    if chosen.surrogate is not None:
+        return None
+    names = {field: name for name, field in flat_settings(surrogate).items()}
+    of_paper = {field: number for field, number in row.paper.items() if isinstance(number, float)}
+    theirs = {**registry.knobs_of(type(surrogate)), **of_paper}
+    apart = [field for field in names if theirs[field] is not None and getattr(surrogate, field) != theirs[field]]
+    if not apart or any(names[field] in getattr(args, "_written", ()) or field in chosen.knobs for field in names):
+        return None
+    said = ", ".join(f"`{names[field]}` ({getattr(surrogate, field)})" for field in apart)
+    better = ", ".join(f"{field}: {theirs[field]}" for field in apart)
+    return (
+        f"objective {chosen.name!r} runs with TRL's defaults of {said}, since none is written; its authors' are "
+        f"`objective: {{name: {chosen.name}, {better}}}`"
+    )
+
+
+def _refuse_knobs_of_the_rule(chosen: ObjectiveSettings, part: Any) -> None:
+    """Raise ValueError for a knob of the preset's advantage rule beside ``objective``; the message says where it
+    stands."""
+    rule = preset(chosen.name or "grpo").advantage
+    of_rule = registry.knobs_of({**RULES, **TOKEN_RULES}[rule])
+    for name in chosen.knobs:
+        if name in of_rule and name not in registry.knobs_of(part):
+            raise ValueError(
+                f"`objective.{name}` is a knob of the advantage rule {rule!r}: write `advantage: {{name: {rule}, "
+                f"{name}: {chosen.knobs[name]}}}`"
+            )
 
 
 def aggregation_from(chosen: Any) -> Aggregation:
@@ -206,6 +253,8 @@ def _part(chosen: Any, table: Mapping[str, Any], setting: str) -> Any:
         if ":" in chosen:
             return registry.load_named(chosen, setting)
         return registry.found(table, chosen, setting)
+    if not (callable(chosen) or level_of(chosen) == "token"):
+        raise ValueError(f"`{setting}` is {chosen!r}; it must be a name, 'module:attribute' or a callable")
     return chosen
 
 
@@ -241,8 +290,7 @@ def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: 
 
 def _built(part: Any, knobs: Mapping[str, Any], setting: str) -> Any:
     made = registry.built(part, knobs, setting)
-    of_tokens = setting == "advantage" and level_of(made) == "token"
-    if not (of_tokens or callable(made)):
+    if not (callable(made) or level_of(made) == "token"):
         raise ValueError(f"`{setting}` is {made!r}; it must be a name, 'module:attribute' or a callable")
     return made
 

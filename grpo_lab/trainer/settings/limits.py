@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from numbers import Real
 from typing import Any
 
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
@@ -78,11 +79,56 @@ RANGES: dict[str, Range] = {
     "eval_steps": _FINITE,  # 0: as `logging_steps`
     "max_steps": ("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
 }
+#: Numbers of TRL's loss, each with the words for what is allowed: TRL reads them when it computes the loss, or never.
+OF_THE_LOSS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("beta", "epsilon", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
+            *("entropy_target", "top_entropy_quantile", "sapo_temperature_neg", "sapo_temperature_pos"),
+            *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        ),
+        "a number",
+    ),
+    **dict.fromkeys(
+        (
+            *("epsilon_high", "delta", "off_policy_mask_threshold"),
+            *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+        ),
+        "a number, or left out",
+    ),
+    **dict.fromkeys(
+        ("cast_lm_head_to_fp32", "use_adaptive_entropy", "use_bias_correction_kl", "mask_truncated_completions"),
+        "true or false",
+    ),
+    **dict.fromkeys(
+        ("loss_type", "importance_sampling_level", "vllm_importance_sampling_mode", "multi_objective_aggregation"),
+        "a name",
+    ),
+}
 #: Setting → the strategy that must be `steps` for it to be read.
 BY_STRATEGY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
 
 #: Hint for an unknown setting, which another release may have had.
 EARLIER = "settings of earlier releases that were renamed or removed: release notes of trl and transformers"
+
+
+def check_loss(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting of TRL's loss that is of another kind than it must be: null, text, NaN."""
+    for name, words in OF_THE_LOSS.items():
+        value = values[name]
+        if words == "true or false":
+            fits = isinstance(value, bool)
+        elif words == "a name":
+            fits = isinstance(value, str)
+        else:
+            number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+            fits = number or (value is None and words != "a number")
+        if not fits:
+            raise ValueError(f"`{name}` is {value!r}; it must be {words}")
+    low = values["entropy_coef_min"]
+    high = values["entropy_coef_max"]
+    if low > high:
+        raise ValueError(f"`entropy_coef_min` is {low} and `entropy_coef_max` is {high}: the first must not be above")
 
 
 def check_choices(values: Mapping[str, Any], where: str = "") -> None:

@@ -72,6 +72,11 @@ def _own_denominators(case: Any) -> str | None:
 #: Rows of ``conflicts`` that are checked if ``tasks`` is set.
 CONFLICTS: tuple[tuple[Any, str], ...] = (
     (
+        lambda c: next((name for name in c.ours.tasks if not name.strip() or "/" in name), None),
+        "`tasks` has a task called {found!r}; the name stands in those of its metrics (`tasks/NAME/reward`), so it "
+        "must not be empty, nor hold a slash",
+    ),
+    (
         lambda c: c.ours.sampler is not None,
         "`sampler`={ours.sampler.name!r} and `tasks` both say which prompt comes next: leave one out",
     ),

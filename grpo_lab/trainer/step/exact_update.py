@@ -40,7 +40,7 @@ from grpo_lab.trainer.step.micro_batch import (
     token_batch,
     token_denominator,
 )
-from grpo_lab.trainer.step.out_of_memory import StepBefore, TooLarge, agreed, can_plan_anew
+from grpo_lab.trainer.step.out_of_memory import StepBefore, SweepTooLarge, TooLarge, agreed, can_plan_anew
 from grpo_lab.trainer.step.row_numbers import RowNumbers, StepRows
 from grpo_lab.trainer.step.sampler_weights import rejected_rows
 from grpo_lab.trainer.step.silent import SilentRows, with_gradient
@@ -128,13 +128,20 @@ class ExactUpdate:
             assert isinstance(loss, Tensor)  # what does not fit is an error
             return loss
         before = StepBefore(self.trainer, model, self.weights, window)
-        while isinstance(loss := self._attempt(model, window, found), TooLarge):
+        while isinstance(loss := self._tried(model, window, found), TooLarge):
             if loss.rows == 1:
                 self._under_way = None  # the error below needs no second message
                 raise loss.error(self.budget.asked, self.trainer.accelerator.distributed_type.value)
             before.come_back(loss)
             self.budget.halve(loss.tokens)
         return loss
+
+    def _tried(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor | TooLarge:
+        """Make an attempt; a forward of the look, or of old log-probs, may be too large, too."""
+        try:
+            return self._attempt(model, window, found)
+        except SweepTooLarge as error:
+            return error.found
 
     def _attempt(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor | TooLarge:
         self.entropy.begin()

@@ -57,6 +57,14 @@ class TooLarge:
         return torch.OutOfMemoryError(f"{what}: {cure}. torch says: {self.said}")
 
 
+class SweepTooLarge(torch.OutOfMemoryError):
+    """Error: a forward without gradient did not fit. An optimizer step that it belongs to is planned anew."""
+
+    def __init__(self, found: TooLarge, asked: Any, kind: str) -> None:
+        super().__init__(str(found.error(asked, kind)))
+        self.found = found
+
+
 def can_plan_anew(trainer: UpdatePort) -> bool:
     """Return whether a step that ran out of memory can be computed again."""
     kind = trainer.accelerator.distributed_type.value

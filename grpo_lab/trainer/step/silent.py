@@ -99,6 +99,7 @@ class SilentRows:
         if objective is not None and objective.selecting:
             return True
         if not self._leaves_out:
+            self._say_why_not(found)
             return False
         if self.asked == "skip":
             return True
@@ -113,6 +114,13 @@ class SilentRows:
         elif self.share < END:
             self._looks.discard(place)
         return place in self._looks
+
+    def _say_why_not(self, found: UpdateVerdict) -> None:
+        """Say once that ``skip`` leaves no row out, and why."""
+        if self.asked != "skip":
+            return
+        why = found.all_rows or "the forward draws random numbers, and the next draw may give a row a gradient"
+        self._trainer.recorder.say(f"`update.silent_rows: skip` leaves no row out: {why}", key="silent rows kept")
 
     def may_ask(self, rows: int) -> bool:
         """Return whether the host should wait for the answer whether a bin of so many rows is silent, and so needs no

@@ -18,6 +18,7 @@ from grpo_lab.trainer.metrics.profile import FORWARD, LAYOUT, host
 from grpo_lab.trainer.ports import UpdatePort
 from grpo_lab.trainer.row_table import Bin
 from grpo_lab.trainer.step.exchange import Collected, Exchange, Forwarded
+from grpo_lab.trainer.step.out_of_memory import SweepTooLarge, TooLarge, agreed, can_plan_anew
 from grpo_lab.trainer.step.row_numbers import StepRows
 from grpo_lab.update import Plan
 
@@ -34,6 +35,7 @@ class Sweeps:
         self._trainer = trainer
         self._prompts = prompts
         self._exchanged = exchanged
+        self._under_way: list[int] = []  # rows of the bin that is being computed
 
     def bin(self, rows: Exchange, places: list[int]) -> Bin:
         """Return rows of a step as one forward."""
@@ -56,16 +58,30 @@ class Sweeps:
         plan, rows = self._exchanged(step, found)
         logps = Collected()
         of_tokens = Collected()
-        for places, part, scored, entropy in self._bins(rows):
-            if places:
-                assert entropy is not None  # the policy's head makes them
-                logps.append((places, of_completions(scored, part)[: len(places)]))
-                of_tokens.append((places, of_completions(entropy, part)[: len(places)]))
+        failed = None
+        try:
+            for places, part, scored, entropy in self._bins(rows):
+                if places:
+                    assert entropy is not None  # the policy's head makes them
+                    logps.append((places, of_completions(scored, part)[: len(places)]))
+                    of_tokens.append((places, of_completions(entropy, part)[: len(places)]))
+        except torch.OutOfMemoryError as error:
+            failed = TooLarge(rows.tokens(self._under_way), len(self._under_way), str(error))
+        self._raise_if(failed)
         made = self.home(rows, logps)
         if entropies:
             made = replace(made, entropies=self.home(rows, of_tokens).logps)
         came = rows.bytes_received - step.numbers.bytes_received  # which the step counts
         return replace(made, tokens=plan.tokens_computed, bytes_received=came)
+
+    def _raise_if(self, failed: TooLarge | None) -> None:
+        """Raise SweepTooLarge if a bin did not fit: on every rank, where the step can be planned anew. A collective
+        there."""
+        if can_plan_anew(self._trainer):
+            failed = agreed(self._trainer, failed)
+        if failed is not None:
+            kind = self._trainer.accelerator.distributed_type.value
+            raise SweepTooLarge(failed, self._trainer.lab_settings.update.max_tokens, kind)
 
     def home(self, rows: Exchange, found: Collected) -> Forwarded:
         """Bring log-probs to the ranks that generated the rows. A collective if any row moved."""
@@ -87,6 +103,7 @@ class Sweeps:
         """Yield, for each bin, its rows, the bin, and log-probs and entropies of its tokens."""
         with trl_bridge.without_checkpointing(self._trainer.model, self._trainer.args):
             for places in rows.bins:
+                self._under_way = places
                 part = self.bin(rows, places)
                 with host(FORWARD):
                     scored, entropies = self._prompts.log_probs(self._trainer.model, part)

@@ -36,11 +36,17 @@ class Seen(RatioToSampler):
         return batch
 
 
-def trained(folder: Path, kind: type[LabTrainer] = LabTrainer, sampler: OldWeights | None = None) -> Any:
+def trained(
+    folder: Path,
+    kind: type[LabTrainer] = LabTrainer,
+    sampler: OldWeights | None = None,
+    begin: Path | None = None,
+    **more: Any,
+) -> Any:
     model, tokenizer = tiny_model("qwen2", hidden_size=32, initializer_range=0.2)
     how: Any = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     how |= {"max_steps": STEPS, "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
-    how |= {"learning_rate": 0.05, "lr_scheduler_type": "constant", "gradient_checkpointing": False, "seed": 5}
+    how |= {"learning_rate": 0.05, "lr_scheduler_type": "constant", "gradient_checkpointing": False, "seed": 5, **more}
     trainer = kind(
         model=model,
         reward_funcs=spread_of_ids,
@@ -49,7 +55,7 @@ def trained(folder: Path, kind: type[LabTrainer] = LabTrainer, sampler: OldWeigh
         processing_class=tokenizer,
         callbacks=None if sampler is None else [sampler],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=None if begin is None else str(begin))
     return trainer
 
 
@@ -100,6 +106,15 @@ def test_the_batch_carries_the_log_probs_of_the_weights_that_are_held(
         if n != held:
             assert any((row - other).abs().max() > 1e-3 for row, other in zip(reported, log_probs(n), strict=True))
         assert torch.equal(batch["old_per_token_logps"], batch["sampling_per_token_logps"])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_samples_from_the_weights_of_its_checkpoint(tmp_path: Path) -> None:
+    saves: Any = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = trained(tmp_path / "a", RatioToSampler, OldWeights(batches=2), **saves)
+    place = tmp_path / "a" / "checkpoint-2"
+    resumed = trained(tmp_path / "b", RatioToSampler, OldWeights(batches=2), begin=place, **saves)
+    assert torch.equal(flat(resumed), flat(whole))
 
 
 @pytest.mark.slow

@@ -60,12 +60,14 @@ BY_HAND = {
     "reinforce_token_mean": lambda a, n: a / sum(LENGTHS),
     "dr_grpo": lambda a, n: a / (20 * 16),
     "reinforce": lambda a, n: a / (20 * 16),
+    "dppo_tv": lambda a, n: a / (20 * 16),
+    "dppo_kl": lambda a, n: a / (20 * 16),
     "mirror_descent": lambda a, n: a / 20,
     "gspo_token": lambda a, n: a / n / 20,
     "gmpo": lambda a, n: a / n / 20,
     "sapo": lambda a, n: a / n / 20,
     "luspo": lambda a, n: a / 20,
-    **dict.fromkeys(("dppo_tv", "dppo_kl", "prime_rl", "clip_cov", "kl_cov"), lambda a, n: a / sum(LENGTHS)),
+    **dict.fromkeys(("prime_rl", "clip_cov", "kl_cov"), lambda a, n: a / sum(LENGTHS)),
 }
 
 
@@ -146,6 +148,8 @@ def test_pass_rates_by_hand() -> None:
         "dr_grpo",
         "reinforce",
         "mirror_descent",
+        "dppo_tv",
+        "dppo_kl",
         "prime_rl",
     ]
 

@@ -14,6 +14,7 @@ from trl import GRPOConfig, TrlParser
 from grpo_lab import LabConfig
 from grpo_lab.advantages.whole_table import GDPO
 from grpo_lab.objectives import AdaptiveEntropy, Clipped, EntropyBonus, GammaWeight, OffPolicyMask, SoftGate, TopEntropy
+from grpo_lab.trainer.settings.knobs import other_than_the_paper
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
 
 
@@ -27,6 +28,23 @@ def my_surrogate(batch: Any) -> Any:
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
+
+#: setting of TRL's loss → values that are no such setting
+OF_ANOTHER_KIND: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("beta", "epsilon", "entropy_coef", "top_entropy_quantile"), (None, "0.1", float("nan"), True)),
+    **dict.fromkeys(("entropy_target", "vespo_k_pos", "sapo_temperature_neg"), (None, "a", float("nan"))),
+    **dict.fromkeys(("off_policy_mask_threshold", "delta", "vllm_importance_sampling_clip_max"), ("a", float("nan"))),
+    **dict.fromkeys(("cast_lm_head_to_fp32", "use_adaptive_entropy"), (None, "yes")),
+    **dict.fromkeys(("loss_type", "vllm_importance_sampling_mode"), (None, 3)),
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_KIND)
+def test_a_setting_of_the_loss_of_another_kind_is_refused_in_one_sentence(name: str) -> None:
+    for value in OF_ANOTHER_KIND[name]:
+        with pytest.raises(ValueError, match=f"^`{name}` is {re.escape(repr(value))}; it must be (a |true)"):
+            config(**{name: value})
+
 
 #: settings → what the message must say: what was seen, what is allowed (or means the same), which setting
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -46,6 +64,23 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "empty objective": ({"objective": ""}, ("`objective` is ''", "dr_grpo")),
     "reset that is no switch": ({"reset_optimizer": "maybe"}, ("`reset_optimizer`", "'maybe'")),
+    "no part": ({"correction": ["icepop"], "use_vllm": True}, ("`correction` is ['icepop']", "a name")),
+    "no part, named": ({"correction": {"name": ["icepop"]}, "use_vllm": True}, ("`correction` is ['icepop']",)),
+    "bounds of the bonus": (
+        {"entropy_coef_min": 0.5, "entropy_coef_max": 0.1},
+        ("`entropy_coef_min` is 0.5", "`entropy_coef_max` is 0.1"),
+    ),
+    "a power below 0": ({"objective": {"name": "vespo", "k_pos": -1}}, ("`k_pos`", "is -1", "≥ 0")),
+    "a difference above 1": (
+        {"objective": {"name": "dppo_tv", "threshold_low": 2}},
+        ("`objective.threshold_low` is 2", "below 1"),
+    ),
+    "a slash in a task": ({"objective": "grpo", "tasks": {"a/b": {}}}, ("`tasks`", "'a/b'", "slash")),
+    "a task without a name": ({"objective": "grpo", "tasks": {"": {}}}, ("`tasks`", "''", "empty")),
+    "a knob of the rule in objective": (
+        {"objective": {"name": "pass_at_k", "k": 4}},
+        ("`objective.k`", "`advantage: {name: pass_at_k, k: 4}`"),
+    ),
     "unknown preset": ({"objective": "dr-grpo"}, ("'dr-grpo'", "dr_grpo")),
     "unknown surrogate": ({"objective": {"name": "grpo", "surrogate": "cliped"}}, ("'cliped'", "clipped")),
     "unknown aggregation": ({"objective": {"name": "grpo", "aggregation": "mean"}}, ("'mean'", "sequence_mean")),
@@ -192,6 +227,36 @@ def test_trls_settings_of_the_loss_make_parts_beside_an_objective_and_without() 
         assert found.names["entropy"] == "entropy_coef=0.01"
         bonus = config(**name, **steered).algorithm.objective.entropy
         assert bonus == EntropyBonus(0.0, AdaptiveEntropy(0.5, 0.1, 0.0, 0.3))
+
+
+def test_a_papers_bounds_hold_where_none_is_written() -> None:
+    bounds = {"luspo": (2e-3, 2.5e-3), "gspo_token": (3e-4, 4e-4), "scale_rl": (0.2, 5.0)}
+    for name, expected in bounds.items():
+        found = config(objective=name)
+        assert (found.epsilon, found.epsilon_high) == expected
+        found.max_steps = 7  # parsed anew
+        assert (found.algorithm.objective.surrogate.epsilon, found.epsilon_high) == expected
+    assert config(objective="luspo", epsilon=0.1).algorithm.objective.surrogate == Clipped(0.1)
+    assert config(objective={"name": "luspo", "epsilon": 0.1}).algorithm.objective.surrogate == Clipped(0.1)
+    of_task = config(objective="luspo", tasks={"a": {"objective": "grpo"}, "b": {}}).algorithm.objective.tasks
+    assert [task.surrogate for task in of_task] == [Clipped(), Clipped(2e-3, 2.5e-3)]
+
+
+def test_what_a_paper_has_and_the_run_does_not_is_said() -> None:
+    def said(**settings: Any) -> str | None:
+        found = config(**settings)
+        return other_than_the_paper(found, found.lab_settings.objective, found.algorithm.objective.surrogate)
+
+    assert "{name: gspo, epsilon: 0.0003, epsilon_high: 0.0004}" in (said(objective="gspo") or "")
+    assert "{name: cispo, epsilon: 5.0}" in (said(objective="cispo") or "")
+    for settings in (
+        {"objective": "grpo"},
+        {"objective": "luspo"},
+        {"objective": "gspo", "epsilon": 0.2},
+        {"objective": {"name": "dapo", "epsilon_high": 0.3}},
+        {"objective": {"name": "gspo", "surrogate": "unclipped"}},
+    ):
+        assert said(**settings) is None
 
 
 def test_normalize_then_sum_is_the_rule_gdpo() -> None:

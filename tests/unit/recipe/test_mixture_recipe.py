@@ -81,6 +81,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"mixture": {}}, "it must be a mapping of tasks"),
     ({"mixture": {"a": {"data": {"loader": "sorting"}}}}, "`mixture.a` needs `rewards`"),
     ({"mixture": {"a": {**SORTING, "wieght": 2}}}, "did you mean 'weight'"),
+    ({"mixture": {"a": {**SORTING, "rewards": []}}}, "`mixture.a.rewards` is []; a task needs at least one reward"),
     (
         {"mixture": {"a": {**SORTING, "evaluation": {"data": {"loader": "sorting"}}}, "b": SORTING}},
         "`mixture.b.evaluation`",
@@ -98,7 +99,7 @@ def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
     ("task", "said"),
     [
         ({**SORTING, "rewards": ["some/model"]}, "is a model, which TRL gives every row"),
-        ({**SORTING, "weight": -1}, "`tasks.sorting.weight` is -1; it must be a finite number above 0"),
+        ({**SORTING, "weight": -1}, "`mixture.sorting.weight` is -1; it must be a finite number above 0"),
         ({**SORTING, "objective": "grop"}, "did you mean 'grpo'"),
         ({**SORTING, "data": {"loader": "sortin"}}, "`mixture.sorting.data.loader` is 'sortin'"),
         ({**SORTING, "data": {"loader": "sorting", "n": 30, "template": "r1"}}, "column 'prompt' is"),

@@ -251,11 +251,17 @@ def test_a_start_where_nothing_is_rewarded_is_said_at_once() -> None:
     assert "(mean reward 0: too hard, or the reward cannot read the answers)" in line
 
 
+def test_where_no_reward_is_a_success_the_cause_is_named() -> None:
+    line = diagnose(run(*[{**DEAD, "reward": 0.4}] * 3), Facts(success=1.0)).line
+    assert "no group teaches (mean reward" in line
+    assert "reach `advantage.success` = 1 of the weighted reward" in line
+
+
 def test_the_line_names_what_was_seen_and_the_settings() -> None:
     line = diagnose(run(*[{**DEAD, "completions/truncated_share": 0.5, "kl": 3.0}] * 3)).line
     assert line.startswith("step 6: all groups are dead")
     assert "mean reward 0:" in line
-    assert "Look at rewards, data" in line
+    assert "Look at rewards and their weights, data" in line
     assert "50% of the completions are cut off" in line
     assert line.endswith("(1 more: KL runs away)")
     healthy = diagnose(run({"reward": 0.8})).line
