@@ -26,6 +26,7 @@ from grpo_lab.runs.metrics import cut_metrics
 from grpo_lab.runs.stage import console
 from grpo_lab.runs.stop_requests import heed_stop_file
 from grpo_lab.trainer.resume.state import read_state
+from grpo_lab.trainer.resume.turn_journals import JOURNALS
 from grpo_lab.trainer.resume.whole import SAVING, step_of
 from grpo_lab.trainer.scoring.preference_training import FOLDER as PREFERENCE
 
@@ -128,7 +129,7 @@ def _mark(folder: RunFolder) -> dict[str, Any]:
 def _clear(folder: RunFolder) -> None:
     """Remove what a resumed run or a report would mistake for its own. What this run starts from stays."""
     place = folder.place
-    earlier = [*place.glob("checkpoint-*"), *place.glob("broken-checkpoint-*"), place / SAVING]
+    earlier = [*place.glob("checkpoint-*"), *place.glob("broken-checkpoint-*"), place / SAVING, place / JOURNALS]
     for stale in (*earlier, place / "cold_start", place / "evaluation", place / "critic", place / PREFERENCE):
         if not _is_needed(stale, folder):
             shutil.rmtree(stale, ignore_errors=True)

@@ -122,6 +122,7 @@ class StepComponents:
     def _call_back(self, trainer: GRPOTrainer) -> None:
         trainer.add_callback(self.stop)
         trainer.add_callback(SilencedSettings(trainer))
+        trainer.add_callback(self.trajectories.journals)
         if trainer.args.profile:
             trainer.add_callback(Profile(trainer))
         if trainer.lab_settings.token_weights_every is not None:

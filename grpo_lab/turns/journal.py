@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import json
 import threading
-import zlib
-from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -35,7 +33,7 @@ from typing import Any
 from grpo_lab.io import append_batch, cut_to_whole_batches, no_link
 from grpo_lab.turns.protocols import TurnEngine, TurnTokens
 from grpo_lab.turns.tools import Wanted
-from grpo_lab.turns.trajectory import Call
+from grpo_lab.turns.trajectory import Call, checksum
 from grpo_lab.turns.turn_settings import goes_on, has_state, may_repeat, plain_state
 
 Calls = Sequence[Mapping[str, Any]]
@@ -204,12 +202,12 @@ class RememberingEngine:
         self._engine = engine
         self._holds_answers = bool(journal.requests)
         self._known: list[tuple[int, TurnTokens]] = []
-        self._asked: dict[int, list[int]] = {}
+        self._asked: dict[int, int] = {}
 
     def submit(self, key: int, ids: list[int], room: int) -> None:
         journal = self._journal
         known = journal.requests.pop((key, journal.answered_of[key] + 1), None)
-        self._asked[key] = [len(ids), zlib.crc32(array("q", ids).tobytes())]
+        self._asked[key] = checksum(ids)
         if known is not None and known["sent"] == self._asked[key]:
             self._known.append((key, TurnTokens(**known["tokens"])))
             journal.answered_of[key] += 1

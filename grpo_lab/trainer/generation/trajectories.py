@@ -36,9 +36,11 @@ from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.generation.trl_engine import SyncProof
 from grpo_lab.trainer.generation.turn_engines import ColocatedTurns, RoundTurns, ServerTurns, turn_client
 from grpo_lab.trainer.generation.turns import Turns
+from grpo_lab.trainer.resume.turn_journals import TurnJournals
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 from grpo_lab.turns.dialogue import ChatDialogue
+from grpo_lab.turns.journal import TurnJournal
 from grpo_lab.turns.loop import LoopLimits, Offer, TurnLoop
 from grpo_lab.turns.protocols import TurnEngine, TurnTokens
 from grpo_lab.turns.tools import ToolCalls
@@ -61,6 +63,8 @@ class Trajectories:
         self.trainer = trainer
         self.rollout = settings
         self.made: list[Trajectory] = []
+        self.journals = TurnJournals(trainer, settings.turns)
+        self._journal: TurnJournal | None = None
         self._proof = proof
         self._begins = False
         if settings.turns is None:
@@ -115,6 +119,9 @@ class Trajectories:
                 yield
         finally:
             self._begins = False
+            if self._journal is not None:
+                self._journal.close()
+                self._journal = None
 
     def _no_longer(self) -> AbstractContextManager[None]:
         if self.limits.turn_tokens is None:
@@ -138,6 +145,7 @@ class Trajectories:
         prompts = [list(ids) for ids in prompts]
         refuse_long(prompts, generation.context, 1, self.trainer._tokenizer.decode)
         self.made = [Trajectory.begin(ids) for ids in prompts]
+        self._journal = self.journals.open(prompts)
         with profiler or contextlib.nullcontext():
             if generation.mode == "server":
                 asked = functools.partial(self._by_server, prompts, num_generations)
@@ -213,6 +221,7 @@ class Trajectories:
         """Go on from TRL's first turns, by TRL's own call, with ranks in step."""
         self._begins = False
         self.made = [Trajectory.begin(ids) for ids in prompt_ids]
+        self._journal = self.journals.open(prompt_ids)
         scored = logprobs or [None] * len(self.made)
         first = {
             key: TurnTokens(list(ids), None if own is None else list(own), self._version)
@@ -224,7 +233,8 @@ class Trajectories:
             turns.keep_in_step()
 
     def _run(self, engine: TurnEngine) -> None:
-        TurnLoop(self.made, self._offers(), engine, self.dialogue, self.tools, self.limits, self.thinking).run()
+        parts = (engine, self.dialogue, self.tools, self.limits, self.thinking, self._journal)
+        TurnLoop(self.made, self._offers(), *parts).run()
 
     @property
     def _version(self) -> int:
