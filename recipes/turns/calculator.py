@@ -59,7 +59,7 @@ def problems(
     seed: int = 0,
     split: str = "train",
     steps: tuple[int, int] = (2, 3),
-    largest: int = 900,
+    largest: int = 99,
     guessed: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Return ``n`` word problems. ``guessed``: the share of worked solutions that are the bare answer; the others call

@@ -1,11 +1,11 @@
 """A text world: two rooms, a wall with a locked door between them, a key on this side, a goal on the other.
 
-    You 0,2. Key 1,4. Door 3,0. Goal 5,2.          column,row; 0,0 is in the north-west
+    You 0,2. Key 1,4. Door 2,0. Goal 4,2.          column,row; 0,0 is in the north-west
 
 The policy moves by calling ``north``, ``south``, ``west``, ``east``, ``take`` (the key it stands on) and ``unlock``
 (the door beside it, with the key). Each answer says where it stands, and how far it has come:
 
-    1,4      1,4 key      2,0 open      5,2 goal      wall 2,1
+    1,4      1,4 key      1,0 open      4,2 goal      wall 1,1
 
 `fewest_moves` is the oracle: no way to the goal is shorter.
 """
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from grpo_lab.data.made import different, split_of, take
 from grpo_lab.rewards.turn_scores import by_call
 
-WIDTH, HEIGHT, WALL = 7, 5, 3
+WIDTH, HEIGHT, WALL = 5, 5, 2
 STEPS = {"north": (0, -1), "south": (0, 1), "west": (-1, 0), "east": (1, 0)}
 MOVES = (*STEPS, "take", "unlock")
 Place = tuple[int, int]
@@ -123,10 +123,6 @@ class TextWorld:
     def get_reward(self) -> float:
         return float(self._world.reached)
 
-    def turn_rewards(self, turns: Sequence[Any]) -> list[float | None]:
-        """Return each turn's score: 1 for the key, the door and the goal, -0.1 for a move of which nothing came."""
-        return by_call(turns, self._scores)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in plain values."""
         world = self._world
@@ -153,6 +149,14 @@ class TextWorld:
         return seen(before, after)
 
 
+class ScoredTextWorld(TextWorld):
+    """The same, with a score for each turn."""
+
+    def turn_rewards(self, turns: Sequence[Any]) -> list[float | None]:
+        """Return each turn's score: 1 for the key, the door and the goal, -0.1 for a move of which nothing came."""
+        return by_call(turns, self._scores)
+
+
 def seen(before: World, after: World) -> str:
     """Return what a move is answered with."""
     column, row = after.at
@@ -165,9 +169,9 @@ def worlds(
     n: int,
     seed: int = 0,
     split: str = "train",
-    moves: tuple[int, int] = (6, 11),
+    moves: tuple[int, int] = (5, 9),
     noise: float = 0.0,
-    longest: int = 14,
+    longest: int = 12,
     walks: int = 1,
 ) -> list[dict[str, Any]]:
     """Return ``n`` rows of worlds whose shortest ways have between ``moves[0]`` and ``moves[1]`` moves.
@@ -216,3 +220,20 @@ def walk(world: World, rng: random.Random, noise: float, longest: int) -> Iterat
         yield {"role": "tool", "name": move, "content": seen(world, there)}
         world = there
     yield {"role": "assistant", "content": "done"}
+
+
+def arrivals(log: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Return a lab's curve: generated tokens, share of the samples that arrive."""
+    names = [f"rewards/{kind.__name__}/mean" for kind in (TextWorld, ScoredTextWorld)]
+    return [(row["rollout/generated"], row[name]) for row in log for name in names if name in row]
+
+
+def mean_arrivals(_: Any, log: Sequence[dict[str, Any]]) -> float:
+    """Return a lab's column: the share of all samples that arrive."""
+    shares = [share for _, share in arrivals(log)]
+    return sum(shares) / max(len(shares), 1)
+
+
+def last_arrivals(_: Any, log: Sequence[dict[str, Any]]) -> float:
+    """Return a lab's column: the same over the last quarter of the steps."""
+    return mean_arrivals(None, log[-(len(log) // 4) :])
