@@ -3,9 +3,10 @@
     … <|im_end|>  |  \\n<|im_start|>user\\n<tool_response>\\n42\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n
     own tokens    |  answers(messages): cut off a short conversation, behind the end of its assistant's turn
 
-The tokens are those of TRL's loop, but for three cases. A turn that a limit cut gets its end. A template whose answer
-begins with the token that the policy stopped at (GLM's ``<|observation|>``) does not get it twice. And a tool's text
-cannot forge a turn: ``<|im_end|>`` in it is encoded as the characters that it is made of.
+The tokens are those of TRL's loop, but for four cases. A turn that a limit cut gets its end. A template whose answer
+begins with the token that the policy stopped at (GLM's ``<|observation|>``) does not get it twice. An end that is not
+the ``eos_token`` (Gemma's ``<turn|>``) is one, too, and keeps its line break. And a tool's text cannot forge a turn:
+``<|im_end|>`` in it is encoded as the characters that it is made of.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class ChatDialogue:
 
     def parsed(self, ids: list[int], prefix: list[int], tools: Any) -> ParsedTurn:
         """Return the message of a turn. A call that was begun and cannot be read is said, not passed over."""
+        if not ids:  # TRL's parser takes no tokens for a batch of no texts
+            return ParsedTurn({"role": "assistant", "content": ""})
         try:
             message = self.parse(self.tokenizer, ids, prefix=prefix, tools=tools)
         except (ValueError, TypeError, RecursionError):  # RecursionError: arguments nested beyond Python's stack

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -43,9 +44,12 @@ from grpo_lab.turns.dialogue import ChatDialogue
 from grpo_lab.turns.journal import TurnJournal
 from grpo_lab.turns.loop import LoopLimits, Offer, TurnLoop
 from grpo_lab.turns.protocols import TurnEngine, TurnTokens
+from grpo_lab.turns.template_check import check_template
 from grpo_lab.turns.tools import ToolCalls
 from grpo_lab.turns.trajectory import Trajectory, unbroken
 from grpo_lab.turns.turn_settings import TURNS_COLUMN
+
+logger = logging.getLogger("grpo_lab")
 
 
 class Trajectories:
@@ -71,6 +75,10 @@ class Trajectories:
             return
         refuse_unfit(trainer, settings)
         self.dialogue = dialogue_of(trainer)
+        differences = check_template(self.dialogue, settings.turns.earlier_thinking)
+        if differences and trainer.accelerator.is_main_process:
+            found = ", ".join(differences)
+            logger.info(f"turns go on from what was written; the template of {self.dialogue.name} alone {found}")
         self.tools = ToolCalls(settings.turns, self.dialogue.cut)
         self.tools.check({tool.__name__: tool for tool in trainer._standalone_tools})
         self.limits = self._limits()
