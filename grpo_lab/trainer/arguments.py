@@ -23,6 +23,7 @@ from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs, check_loss_type, check_weights
 from grpo_lab.trainer.settings.parse import LabSettings
 from grpo_lab.trainer.settings.tasks import check_enough, check_rewards, check_rows
+from grpo_lab.turns.turn_settings import without_offers
 
 
 def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
@@ -240,6 +241,8 @@ def resolve_arguments(
     check_budget(algorithm.objective, args.max_completion_length)
     warm_up(reward_funcs, train_dataset)
     rows = with_row_numbers(settings.sampler, train_dataset, reward_funcs)
+    if settings.rollout.turns is not None:
+        environment_factory = without_offers(environment_factory)
     return ResolvedArguments(reward_funcs, args, rows, environment_factory, algorithm, settings)
 
 

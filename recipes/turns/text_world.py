@@ -123,6 +123,10 @@ class TextWorld:
     def get_reward(self) -> float:
         return float(self._world.reached)
 
+    def turn_rewards(self, turns: Sequence[Any]) -> list[float | None]:
+        """Return each turn's score: 1 for the key, the door and the goal, -0.1 for a move of which nothing came."""
+        return by_call(turns, self._scores)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in plain values."""
         world = self._world
@@ -147,14 +151,6 @@ class TextWorld:
         earlier = (before.has_key, before.is_open, before.reached)
         self._scores.append(-0.1 if after == before else float(sum(steps) - sum(earlier)))
         return seen(before, after)
-
-
-class ScoredTextWorld(TextWorld):
-    """The same, with a score for each turn."""
-
-    def turn_rewards(self, turns: Sequence[Any]) -> list[float | None]:
-        """Return each turn's score: 1 for the key, the door and the goal, -0.1 for a move of which nothing came."""
-        return by_call(turns, self._scores)
 
 
 def seen(before: World, after: World) -> str:
@@ -220,20 +216,3 @@ def walk(world: World, rng: random.Random, noise: float, longest: int) -> Iterat
         yield {"role": "tool", "name": move, "content": seen(world, there)}
         world = there
     yield {"role": "assistant", "content": "done"}
-
-
-def arrivals(log: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Return a lab's curve: generated tokens, share of the samples that arrive."""
-    names = [f"rewards/{kind.__name__}/mean" for kind in (TextWorld, ScoredTextWorld)]
-    return [(row["rollout/generated"], row[name]) for row in log for name in names if name in row]
-
-
-def mean_arrivals(_: Any, log: Sequence[dict[str, Any]]) -> float:
-    """Return a lab's column: the share of all samples that arrive."""
-    shares = [share for _, share in arrivals(log)]
-    return sum(shares) / max(len(shares), 1)
-
-
-def last_arrivals(_: Any, log: Sequence[dict[str, Any]]) -> float:
-    """Return a lab's column: the same over the last quarter of the steps."""
-    return mean_arrivals(None, log[-(len(log) // 4) :])

@@ -48,7 +48,7 @@ def test_the_worlds_oracle_walks_to_the_goal_and_no_walk_is_shorter() -> None:
         for state, moves in left.items():  # Bellman's equation, at every state
             after = [left[state.after(move)] for move in text_world.MOVES]
             assert moves == (0 if state.reached else 1 + min(after))
-        played = text_world.ScoredTextWorld()
+        played = text_world.TextWorld()
         played.reset(**row)
         for message in row["worked_solution"]:
             if message.get("tool_calls"):
@@ -59,7 +59,7 @@ def test_the_worlds_oracle_walks_to_the_goal_and_no_walk_is_shorter() -> None:
 
 def test_a_world_goes_on_from_its_state() -> None:
     row = text_world.worlds(1)[0]
-    one, other = text_world.ScoredTextWorld(), text_world.ScoredTextWorld()
+    one, other = text_world.TextWorld(), text_world.TextWorld()
     one.reset(**row)
     for move in ("east", "take", "north"):
         getattr(one, move)()
