@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs, check_loss_type, check_weights
 from grpo_lab.trainer.settings.parse import LabSettings
 from grpo_lab.trainer.settings.tasks import check_enough, check_rewards, check_rows
-from grpo_lab.turns.turn_settings import without_offers
+from grpo_lab.trainer.trl_bridge import EnvironmentReward, environment_kinds
 
 
 def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
@@ -125,48 +124,6 @@ def with_weights(rewards: list[Any], args: LabConfig, weighed: int) -> tuple[lis
     return rewards, args
 
 
-class EnvironmentReward:
-    """Placeholder for the reward that an environment computes itself (``get_reward``). It is among the given rewards
-    while a named trainer completes them, which would otherwise add its default reward. It is removed before TRL's
-    constructor: TRL adds a column of this name by itself, and calls the environment."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-
-class ReuseFirstInstance:
-    """Environment factory whose first call returns an ``instance`` that was made earlier; later calls make new ones.
-    TRL looks at an instance, as we do, and each environment should be made only once."""
-
-    def __init__(self, factory: Callable[[], Any], instance: Any) -> None:
-        self._factory = factory
-        self._waiting = [instance]
-
-    def __call__(self) -> Any:
-        if self._waiting:
-            return self._waiting.pop()
-        return self._factory()
-
-
-def environment_kinds(factory: Any) -> tuple[list[type], Any]:
-    """Return the classes of the environments, and the factories to pass on to TRL. A factory that is not a class is
-    called once, to learn the class of its environments."""
-    if isinstance(factory, dict):
-        factories = dict(factory)
-    else:
-        factories = {None: factory}
-    kinds: list[type] = []
-    for name, make in factories.items():
-        kind = make
-        if not isinstance(make, type):
-            instance = make()
-            kind = type(instance)
-            factories[name] = ReuseFirstInstance(make, instance)
-        if kind not in kinds:
-            kinds.append(kind)
-    return kinds, factories if isinstance(factory, dict) else factories[None]
-
-
 def with_scores_of_turns(kinds: list[type], given: Any, args: LabConfig) -> tuple[list[Any], LabConfig]:
     """Return the run's rewards and its configuration: those that are given, and one, with weight 1, that asks
     environments for the scores of their turns (``turn_rewards``). It is there if they have any, the advantage rule
@@ -241,8 +198,6 @@ def resolve_arguments(
     check_budget(algorithm.objective, args.max_completion_length)
     warm_up(reward_funcs, train_dataset)
     rows = with_row_numbers(settings.sampler, train_dataset, reward_funcs)
-    if settings.rollout.turns is not None:
-        environment_factory = without_offers(environment_factory)
     return ResolvedArguments(reward_funcs, args, rows, environment_factory, algorithm, settings)
 
 

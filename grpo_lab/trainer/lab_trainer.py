@@ -110,11 +110,10 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        data = (train_dataset, eval_dataset)
-        rollout = (environment_factory, rollout_func)
+        given = (train_dataset, eval_dataset, environment_factory, rollout_func)
         named = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         check_conversations(turns_of(tools, environment_factory), named)
-        found = resolve_arguments(type(self), LabTrainer, model, reward_funcs, args, *data, *rollout)
+        found = resolve_arguments(type(self), LabTrainer, model, reward_funcs, args, *given)
         self.lab_settings = found.settings
         self.algorithm = found.algorithm
         means = TrlBook if self.lab_settings.objective is None else MetricBook
@@ -127,7 +126,8 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         self.step_scores: dict[int, list[StepScores]] = {}
         in_words = trl_bridge.fp32_head_in_words(found.args.cast_lm_head_to_fp32)
         engine = engine_class(found.settings.rollout, found.args)
-        with in_words, trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine):
+        offers = trl_bridge.offers_hidden(found.settings.rollout.turns is not None)
+        with in_words, offers, trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine):
             super().__init__(
                 model=model,
                 reward_funcs=found.reward_funcs,

@@ -16,11 +16,8 @@ An environment is TRL's (``reset``, public methods as tools, ``get_reward``). Wh
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
-import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal, TypeVar
 
 from grpo_lab.settings import NULL_IS_DEFAULT, Count, Positive, Seconds, settings
@@ -31,8 +28,6 @@ Tool = TypeVar("Tool", bound=Callable[..., Any])
 CUT_MARK = "\n[… cut: {missing} of {whole} characters left out]"
 #: Name of the column that every reward gets in a run with ``rollout.turns``: the ``Turn`` objects of each completion.
 TURNS_COLUMN = "turns"
-#: What an environment offers beside its tools. A policy that may call ``load_state_dict`` would write its own state.
-OFFERS = ("turn_rewards", "state_dict", "load_state_dict")
 
 
 @settings()
@@ -120,36 +115,3 @@ def plain_state(environment: Any) -> Any:
             "and mappings with texts as keys can be kept for a resume"
         )
     return state
-
-
-class NoTool:
-    """A method that is no tool: TRL takes every public function of an environment's class for one, and this is none.
-    Objects have the method as ever."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.method = method
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
-        if instance is None:
-            return functools.partial(self.method)
-        return types.MethodType(self.method, instance)
-
-
-def without_offers(factory: Any) -> Any:
-    """Return an ``environment_factory`` (TRL's: a callable, a mapping of some, or None) whose environments' classes
-    have what they offer as ``NoTool``. The classes themselves are changed, when the first environment is made."""
-    if factory is None:
-        return None
-    if isinstance(factory, Mapping):
-        return {name: without_offers(one) for name, one in factory.items()}
-
-    @functools.wraps(factory)
-    def made(*given: Any, **named: Any) -> Any:
-        environment = factory(*given, **named)
-        for kind in type(environment).__mro__:
-            for name in OFFERS:
-                if inspect.isfunction(vars(kind).get(name)):
-                    setattr(kind, name, NoTool(vars(kind)[name]))
-        return environment
-
-    return made

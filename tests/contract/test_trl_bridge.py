@@ -101,6 +101,18 @@ def batch(trainer: Any) -> list[dict[str, Any]]:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
+def test_an_environments_methods_are_found_by_inspect() -> None:
+    """In the constructor and before each generation: ``offers_hidden`` stands in its place."""
+    for method in (GRPOTrainer.__init__, GRPOTrainer._generate_and_score_completions):
+        assert inspect.getsource(method).count("inspect.getmembers(") == 1
+    assert grpo_trainer.inspect is inspect
+    with trl_bridge.offers_hidden(True):
+        members = grpo_trainer.inspect.getmembers(type("World", (), dict.fromkeys(trl_bridge.OFFERED, len)))
+        assert not {name for name, _ in members} & set(trl_bridge.OFFERED)
+        assert grpo_trainer.inspect.signature is inspect.signature
+    assert grpo_trainer.inspect is inspect
+
+
 @pytest.mark.parametrize("name", sorted(trl_bridge.METHODS))
 def test_methods_have_the_known_parameters(name: str) -> None:
     assert tuple(inspect.signature(getattr(GRPOTrainer, name)).parameters) == trl_bridge.METHODS[name]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, R1ZeroTrainer
 from grpo_lab.rewards import AsyncTurnRewards, TurnRewards, group_reward
-from grpo_lab.turns.turn_settings import OFFERS
+from grpo_lab.trainer.trl_bridge import OFFERED
 from parity.drop_in_cases import CallsATool, Counter, chats
 from parity.harness import arguments
 
@@ -31,7 +31,7 @@ def made() -> Counter:
 
 
 def offering() -> type[Counter]:
-    """Return an environment that offers more than TRL knows of. Runs with turns change its class."""
+    """Return an environment that offers more than TRL knows of."""
 
     class Scored(Counter):
         def turn_rewards(self, turns: Any) -> list[float]:
@@ -136,7 +136,7 @@ def test_scores_of_turns_that_are_asked_for_already(models: dict[str, Path], tmp
 def test_without_turns_an_environment_is_as_trl_has_it(models: dict[str, Path], tmp_path: Path) -> None:
     trainer = build(LabTrainer, models, tmp_path, offering())
     assert trainer.reward_func_names == ["Scored"]
-    assert {tool.__name__ for tool in trainer.tools} == {"multiply", *OFFERS}
+    assert {tool.__name__ for tool in trainer.tools} == {"multiply", *OFFERED}
 
 
 def test_a_rule_that_reads_no_turns_leaves_their_scores_alone(models: dict[str, Path], tmp_path: Path) -> None:

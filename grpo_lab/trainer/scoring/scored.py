@@ -126,6 +126,7 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
     with (
         forwards.instead_of_trls(trainer) as put_off,
         whole_completions(trainer),
+        trl_bridge.offers_hidden(trainer.lab_settings.rollout.turns is not None),
         trl_bridge.scored_through(trainer, found.generate, found.reward),
     ):
         batch = trls(inputs)

@@ -11,11 +11,13 @@ flex_mask          FlexAttention on packed rows
 varlen             flash attention on packed rows
 gradients   backward, sharding, FSDP2's optimizer, loading; the reference beside the policy; TRL's metrics and tables
 rewards     TRL's names of rewards, and its own shaping rewards (imported by name)
+environments  their classes and rewards, and what of them is no tool
 values      a critic inside the policy's module
 """
 
 from importlib.metadata import version
 
+from grpo_lab.trainer.trl_bridge.environments import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.flex_mask import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.forwards import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.gradients import *  # noqa: F403
