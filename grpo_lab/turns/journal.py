@@ -74,7 +74,7 @@ class TurnJournal:
         self.draw_anew = draw_anew
         self._calls: Entries = {}
         self._turns_of = Counter[int]()
-        self._environments = environments
+        self.environments = dict(enumerate(environments or ()))
         self._say = say
         self._streams = False
         self._lock = threading.Lock()
@@ -114,7 +114,7 @@ class TurnJournal:
         if engine.in_rounds:
             return engine
         self._streams = True
-        lost = {type(one).__name__ for one in self._environments or () if not goes_on(one)}
+        lost = {type(one).__name__ for one in self.environments.values() if not goes_on(one)}
         if lost and (self.requests or self._calls):
             self._say(
                 f"groups of {', '.join(sorted(lost))} are drawn anew: an environment goes on with `state_dict` and "
@@ -123,7 +123,7 @@ class TurnJournal:
         return RememberingEngine(self, engine)
 
     def begin(self, key: int, calls: Calls, tools: Tools, make: Make) -> Future[list[Call]]:
-        environment = self.environment(key)
+        environment = self.environments.get(key)
         if self._streams and not goes_on(environment):
             return make(calls, tools)
         self._turns_of[key] += 1
@@ -169,11 +169,6 @@ class TurnJournal:
             return whole
 
         return after(make(again, tools), give)
-
-    def environment(self, key: int) -> Any:
-        if self._environments is None:
-            return None
-        return self._environments[key]
 
     def append(self, entry: Mapping[str, Any]) -> None:
         line = as_text(entry)
@@ -228,7 +223,7 @@ class RememberingEngine:
         for key, tokens in answers:
             self._journal.answered_of[key] += 1
             entry = {"key": key, "request": self._journal.answered_of[key], "sent": self._asked[key]}
-            if goes_on(self._journal.environment(key)):
+            if goes_on(self._journal.environments.get(key)):
                 self._journal.append({**entry, "tokens": vars(tokens)})
         return answers
 
