@@ -115,6 +115,13 @@ COMMANDS = {
         "where their settings have changed they run again, and what was there stands beside them.",
         verbose=False,
     ),
+    "check": Command(
+        "trainer against engine: log-probs by turn and by length, and whether to train",
+        run="pipelines.check_numerics:run",
+        options="pipelines.check_numerics:add_arguments",
+        about="Let the engine write transcripts of several turns, compare its log-probs with the trainer's by turn and "
+        "by length, name a likely cause where the gaps show one, and say whether to train (exit code 0 or 1).",
+    ),
     "serve": Command(
         "a vLLM server at 127.0.0.1 for `vllm_mode: server`",
         run="cli:_serve",

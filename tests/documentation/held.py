@@ -78,6 +78,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab lab *": f"{COMPARING}test_every_lab_that_trains_in_small",
     "make labs": f"{COMPARING}test_every_lab_that_trains_in_small",
     "python scripts/lab_tables.py": "tests/unit/labs/test_lab_arms.py::test_a_table_takes_the_place_of_its_block",
+    "grpo-lab check numerics *": ("tests/rollouts/test_check_numerics.py::test_bfloat16_against_float32_is_no_alarm"),
     "grpo-lab serve *": (
         "tests/rollouts/test_server.py::test_real_server_takes_weights_and_answers_with_the_trainer_s_policy"
     ),

@@ -89,24 +89,6 @@ def test_asynchronous_environments_give_the_same(
 
 
 @pytest.mark.not_fast
-def test_groups_without_credit_are_replaced(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ``resample`` a group is dead where no turn of it got credit, whatever its scores are."""
-
-    class Even:
-        """Pays each turn by its place, so that all of a group are alike at every turn."""
-
-        def turn_rewards(self, turns: Any) -> list[float]:
-            return [float(place) for place in range(len(turns))]
-
-    monkeypatch.setattr(oracle, "KINDS", (Even, oracle.Walk, Even))
-    settings = {"objective": "grpo", "advantage": {"name": "turn_returns", "gamma": 0.0}, "max_steps": 1}
-    done = run(tmp_path, tiny_folder, [TurnRewards()], update={"dead_groups": "resample", "max_rounds": 8}, **settings)
-    (log,) = (row for row in done.history if "update/resample_rounds" in row)
-    assert log["update/resample_rounds"] > 1
-    assert log["update/resampled_share"] > 0
-
-
-@pytest.mark.not_fast
 def test_what_limits_are_worth_is_an_outcome(tiny_folder: Path, tmp_path: Path) -> None:
     settings = {"objective": "grpo", "advantage": "turn_spread", "max_steps": 1}
     done = run(tmp_path, tiny_folder, [TurnRewards(), TurnLimits(raised=-0.5)], **settings)

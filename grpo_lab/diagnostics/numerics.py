@@ -1,0 +1,157 @@
+"""Gaps between the engine's and the trainer's log-probs of the same tokens, and what their pattern says. Pure numbers.
+
+With ℓ_e of the engine and ℓ_t of the trainer, in nats, x = ℓ_t − ℓ_e:
+
+    gap        |x|
+    ratio      e^x, the importance ratio of a token before the policy has moved. Outside [0.8, 1.25] it is beyond the
+               clip at ε = 0.2 (0.8 = 1/1.25): such a token may lose its gradient for the engine's rounding alone
+    k1, k3     means of −x and of e^x − x − 1: estimates of KL(engine ‖ trainer) on tokens that the engine drew
+
+A fault has a place where it shows and one where it cannot. `likely_cause` looks at both:
+
+    template   the engine renders messages to other tokens
+    cache      off as written, right where the engine draws anew after the same tokens, without its cache
+    adapter    off with the adapter, right without
+    weights    off after a single token already, where attention has nothing to choose from
+    rotary     right after a single token, and growing with the distance between tokens
+
+In random models of two layers the gap of a wrong `rope_theta` or linear scaling grew 5 to 280 times from the second
+token to the last quarter of 256, that of moved query and key matrices at most 2 times: `GROWS` lies between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+#: Largest |x| of a token whose ratio lies in [0.8, 1.25].
+CLIPPED_AT = math.log(1.25)
+#: Factor from near to far tokens at which a gap counts as growing with the distance.
+GROWS = 4.0
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Gap over some tokens: how many, mean and worst in nats, share with a ratio outside [0.8, 1.25], k1 and k3."""
+
+    tokens: int
+    mean: float
+    worst: float
+    outside: float
+    k1: float
+    k3: float
+
+    @classmethod
+    def between(cls, engine: ArrayLike, trainer: ArrayLike) -> Gap:
+        """Compute the gap of two lists of log-probs ``[N]``, N ≥ 1, all finite."""
+        x = np.asarray(trainer, dtype=np.float64) - np.asarray(engine, dtype=np.float64)
+        gap = np.abs(x)
+        outside = float(np.mean(gap > CLIPPED_AT))
+        k3 = float(np.mean(np.expm1(x) - x))
+        return cls(x.size, float(gap.mean()), float(gap.max()), outside, float(-x.mean()), k3)
+
+
+def by_part(engine: ArrayLike, trainer: ArrayLike, part: ArrayLike) -> dict[int, Gap]:
+    """Return part → gap of its tokens, in the order of the parts. ``part``: the part of each token ``[N]``."""
+    parts = np.asarray(part)
+    numbers = [int(one) for one in np.unique(parts)]
+    here = {number: parts == number for number in numbers}
+    return {number: Gap.between(np.asarray(engine)[own], np.asarray(trainer)[own]) for number, own in here.items()}
+
+
+def quarter_of(position: int, length: int) -> int:
+    """Return the quarter, 1 to 4, of a token at ``position`` (from 0) in a row of ``length`` tokens."""
+    return 4 * position // length + 1
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured of an engine against a trainer.
+
+    Args:
+        turns: turn → gap of the tokens that the engine wrote, with the log-probs that it gave them then.
+        quarters: quarter of the transcript → gap of the same tokens.
+        anew: gap of tokens that the engine draws anew after parts of the transcripts, without its cache.
+        alone: the same after a single token.
+        near: the same after two tokens.
+        far: the same after more than three quarters of a transcript.
+        base: as ``anew``, both without the adapter; None: there is no adapter.
+        unused: gap of the engine with the adapter to the trainer without it; None: there is no adapter.
+        template: how the engine renders messages differently; None: to the same tokens.
+    """
+
+    turns: Mapping[int, Gap]
+    quarters: Mapping[int, Gap]
+    anew: Gap
+    alone: Gap
+    near: Gap
+    far: Gap
+    base: Gap | None = None
+    unused: Gap | None = None
+    template: str | None = None
+
+    def off(self, limit: float) -> list[str]:
+        """Return the names of turns and quarters whose mean gap exceeds ``limit``, and of what was drawn anew."""
+        named = [(f"turn {number}", gap) for number, gap in self.turns.items()]
+        named += [(f"quarter {number}", gap) for number, gap in self.quarters.items()]
+        named.append(("what is drawn anew", self.anew))
+        return [name for name, gap in named if gap.mean > limit]
+
+
+def likely_cause(found: Evidence, limit: float) -> str:
+    """Return the cause that the pattern of gaps names, see the head of this file; empty if it names none."""
+    if found.template is not None:
+        return "template"
+    if found.anew.mean <= limit:
+        return "cache"
+    if found.base is not None and found.base.mean <= limit:
+        return "adapter"
+    if found.alone.mean > limit:
+        return "weights"
+    if found.far.mean > GROWS * found.near.mean:
+        return "rotary"
+    return ""
+
+
+def verdict(found: Evidence, limit: float, dtypes: Sequence[str]) -> tuple[bool, str, str]:
+    """Return whether to train, the cause (`likely_cause`), and both in a sentence. ``limit``: largest mean gap that
+    rounding explains, in nats a token; ``dtypes``: those that it is the limit of."""
+    off = found.off(limit)
+    stated = f"limit {limit:.3g}, for {' against '.join(dtypes)}"
+    worst_turn = max(gap.mean for gap in found.turns.values())
+    if not off and found.template is None:
+        return True, "", f"Train: in no turn is the mean gap above {worst_turn:.2g} nats a token ({stated})."
+    cause = likely_cause(found, limit)
+    said = f"the mean gap is {max(worst_turn, found.anew.mean):.2g} nats a token ({stated}) in {', '.join(off)}"
+    if not off:
+        said = "messages become other tokens in the engine"
+    return False, cause, f"Do not train: {said}. {_in_words(found, cause, limit)}"
+
+
+def _in_words(found: Evidence, cause: str, limit: float) -> str:
+    if cause == "template":
+        return f"The engine has another chat template or tokenizer: {found.template}."
+    if cause == "cache":
+        return (
+            f"Drawn anew, without its cache, it is right ({found.anew.mean:.2g}): the engine goes on from cached pages "
+            "of an older policy (clear its prefix cache after each sync), or its weights have changed meanwhile."
+        )
+    if cause == "adapter":
+        assert found.base is not None
+        assert found.unused is not None
+        held = "holds another adapter than the trainer, such as that of an earlier step"
+        if found.unused.mean <= limit:
+            held = "does not use the adapter at all"
+        return f"Without the adapter both agree ({found.base.mean:.2g}): the engine {held}."
+    if cause == "weights":
+        return f"It is {found.alone.mean:.2g} after a single token already: the engine holds other weights."
+    grown = (
+        f"it is {found.alone.mean:.2g} after one token, {found.near.mean:.2g} after two, {found.far.mean:.2g} far on"
+    )
+    if cause == "rotary":
+        return f"The gap grows with the distance ({grown}): other rotary settings (rope_theta, scaling) in one of them."
+    return f"The gaps name no cause ({grown})."

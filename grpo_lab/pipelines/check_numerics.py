@@ -1,0 +1,301 @@
+"""`grpo-lab check numerics`: does the engine give the tokens that it writes the trainer's log-probs, in every turn?
+
+The engine writes transcripts of several turns at temperature 1, with a tool's answer between two turns. The trainer's
+model reads each transcript in one forward, as training does. Then the engine draws tokens after parts of the
+transcripts, without its cache. What the gaps say: ``diagnostics/numerics.py``; how large rounding makes them:
+``engines/weights/proof.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from grpo_lab.diagnostics.numerics import Evidence, Gap, by_part, quarter_of, verdict
+from grpo_lab.engines.forward import Rows
+from grpo_lab.engines.generators import Messages, stop_token_ids
+from grpo_lab.engines.vllm.asked_engine import AskedEngine, ColocatedEngine, ServedEngine, tokens_of_messages
+from grpo_lab.engines.vllm.engine import EngineOptions, add_engine_options, engine_factory, engine_options_of
+from grpo_lab.engines.vllm.presence import refuse_without_engine
+from grpo_lab.engines.weights.adapter import AdapterFiles, adapter_tensors
+from grpo_lab.engines.weights.proof import sync_gap, tolerance_for
+from grpo_lab.evaluation.terminal import print_table
+from grpo_lab.io import write_json
+from grpo_lab.recipe.data import MADE, load_rows
+from grpo_lab.recipe.models import load_saved_model, loading, refuse_adapter
+from grpo_lab.recipe.sections import DataSection
+from grpo_lab.turns.trajectory import Trajectory
+
+#: The tool whose answers stand between two turns.
+TOOL = {
+    "name": "look_up",
+    "description": "Look a table up.",
+    "parameters": {"type": "object", "properties": {"table": {"type": "string"}}, "required": ["table"]},
+}
+TOOLS = [{"type": "function", "function": TOOL}]
+CALL = "lookup001"
+#: Argument of the calls, after which the end of the turn is looked for.
+CALLED_WITH = "sevens"
+#: The engine's share of a GPU, on which the trainer's model is too; as TRL's default.
+SHARE_OF_GPU = 0.3
+#: Most parts of transcripts after which the engine draws a token anew.
+PREFIXES = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `grpo-lab check`."""
+    add = parser.add_argument
+    add("what", choices=["numerics"], help="numerics: log-probs of trainer and engine")
+    add("model", metavar="MODEL", help="folder or hub name")
+    add("--adapter", metavar="FOLDER", help="a LoRA adapter of it; the engine holds it beside the base")
+    add("--merged", action="store_true", help="merge the adapter in the trainer's model")
+    add("--tokenizer", metavar="FOLDER", help="the trainer's tokenizer and chat template (default: the model's)")
+    computes = "float32 weights, bfloat16 ones, or float32 ones under autocast to bfloat16, as `bf16: true` trains"
+    add("--trainer", choices=["float32", "bfloat16", "autocast"], default="float32", help=computes)
+    add("--server", metavar="URL", help="a server that holds the model (default: an engine in this process)")
+    add("--token-file", metavar="FILE", help="the server's token, as in `rollout.server.token_file`")
+    add("--turns", type=int, default=4, help="turns of the policy (default: 4)")
+    add("--length", type=int, default=1024, help="most tokens of a transcript (default: 1024)")
+    add("--prompts", type=int, default=16, help="transcripts (default: 16)")
+    rows = "rows whose prompts open the transcripts: a loader, or a jsonl or parquet file (default: word_problems)"
+    add("--data", default="word_problems", help=rows)
+    add("--output", type=Path, default=Path("numerics.json"), help="the numbers (default: numerics.json)")
+    add_engine_options(parser)
+
+
+def run(known: argparse.Namespace) -> int:
+    """Check, print, write ``--output``; return 0 to train, 1 not to."""
+    refuse_adapter(known.model, "MODEL")
+    options = engine_options_of(known)
+    if known.server is None:
+        refuse_without_engine("`grpo-lab check numerics`")
+    elif options != EngineOptions(seed=options.seed):
+        raise ValueError("--server: the engine's options are those of `grpo-lab serve`; leave them out here")
+    prompts = _prompts(known.data, known.prompts)
+    model, tokenizer = load_saved_model(known.model, use_cpu=False, tokenizer=known.tokenizer)
+    model = model.to(torch.bfloat16 if known.trainer == "bfloat16" else torch.float32)
+    files = None
+    if known.adapter is not None:
+        from peft import PeftModel
+
+        with loading(known.adapter):
+            model = PeftModel.from_pretrained(model, known.adapter).eval()
+        files = AdapterFiles(model)
+    engine = _engine(known, options, model, files)
+    if files is not None:
+        engine.use(files.write(model, adapter_tensors(model.named_parameters(), files.adapter)))
+    if known.merged:
+        model.merge_adapter()
+    template = first_difference(engine, tokenizer, prompts)
+    stops = stop_token_ids(model.generation_config, tokenizer)
+    transcripts = write_transcripts(engine, tokenizer, stops, prompts, known.turns, min(known.length, engine.context))
+    autocast = known.trainer == "autocast"
+    found = measure(model, engine, transcripts, template, autocast)
+    return _report(known, engine, found, model.dtype if not autocast else torch.bfloat16)
+
+
+def _engine(known: argparse.Namespace, options: EngineOptions, model: Any, files: AdapterFiles | None) -> AskedEngine:
+    if known.server is not None:
+        return ServedEngine(known.server, known.token_file)
+    room = options.max_model_len or known.length + 1
+    start = engine_factory(
+        replace(options, max_model_len=room),
+        trainer_dtype=model.dtype,
+        max_lora_rank=None if files is None else files.max_rank,
+    )
+    arguments = {"logprobs_mode": "processed_logprobs", "max_num_seqs": max(known.prompts, PREFIXES)}
+    return ColocatedEngine(start(model=known.model, gpu_memory_utilization=SHARE_OF_GPU, **arguments))
+
+
+def _prompts(data: str, count: int) -> list[Messages]:
+    """Return the messages of the first ``count`` prompts of some rows."""
+    arguments: dict[str, Any] = {}
+    if data in MADE:
+        arguments = {"n": count}
+    elif Path(data).is_file():
+        arguments = {"source": data}
+        data = "file"
+    section = DataSection(data, limit=count, arguments=arguments)
+    prompts = load_rows(section, "--data")["prompt"]
+    return [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts]
+
+
+def first_difference(engine: AskedEngine, tokenizer: Any, prompts: Sequence[Messages]) -> str | None:
+    """Return where the engine renders a prompt, or a tool's answer after one, to other tokens; None: nowhere."""
+    for number, messages in enumerate([*prompts, _with_answer(prompts[0], "7")], start=1):
+        ours = tokens_of_messages(tokenizer, messages, TOOLS)
+        theirs = engine.rendered(messages, TOOLS)
+        if ours != theirs:
+            pairs = zip(ours, theirs, strict=False)
+            place = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+            here, there = (repr(tokenizer.decode(ids[place : place + 8])) for ids in (ours, theirs))
+            which = f"prompt {number}"
+            if number > len(prompts):
+                which = "a prompt with a tool's answer"
+            return f"{which} differs from token {place} on, {here} in the trainer and {there} in the engine"
+    return None
+
+
+def _with_answer(prompt: Messages, answer: str) -> list[dict[str, Any]]:
+    """Return the messages of a prompt, a call of the tool, and the tool's answer."""
+    call = {"id": CALL, "type": "function", "function": {"name": TOOL["name"], "arguments": {"table": CALLED_WITH}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [
+        *map(dict, prompt),
+        calling,
+        {"role": "tool", "tool_call_id": CALL, "name": TOOL["name"], "content": answer},
+    ]
+
+
+def tool_tokens(tokenizer: Any, prompt: Messages, stops: Sequence[int], room: int, number: int) -> list[int]:
+    """Return at most ``room`` tokens that follow the end token of a turn: a tool's answer and the header of the next
+    turn. Raises ValueError if the template writes no end token or no answer, or if there is no room. Unlike
+    ``turns.dialogue`` it takes any template, also one that writes earlier turns anew: a check asks for no training."""
+    table = " ".join(f"{k} times 7 is {7 * k}." for k in range(100 * number, 100 * number + room))
+    words = tokenizer(table, add_special_tokens=False)["input_ids"][:room]
+    found: list[int] = []
+    while words:
+        answer = tokenizer.decode(words)
+        ids = tokens_of_messages(tokenizer, _with_answer(prompt, answer), TOOLS)
+        said, call, _ = tokenizer.decode(ids).rpartition(CALLED_WITH)
+        behind = len(tokenizer(said + call, add_special_tokens=False)["input_ids"])
+        end = next((place for place in range(behind, len(ids)) if ids[place] in stops), None)
+        if end is None or answer not in tokenizer.decode(ids[end:]):
+            raise ValueError("the chat template writes no tool's answer behind an end token: give --turns 1")
+        found = ids[end + 1 :]
+        if len(found) <= room:
+            return found
+        words = words[: room - len(found)]
+    raise ValueError(f"a turn has {room} tokens, and a tool's answer begins with {len(found)}: give a larger --length")
+
+
+def write_transcripts(
+    engine: AskedEngine, tokenizer: Any, stops: Sequence[int], prompts: Sequence[Messages], turns: int, length: int
+) -> list[Trajectory]:
+    """Let the engine write transcripts of at most ``length`` tokens. Turns, and the answers between them, share evenly
+    what the longest prompt leaves. Raises ValueError if that is too little."""
+    found = [Trajectory.begin(tokens_of_messages(tokenizer, prompt, TOOLS)) for prompt in prompts]
+    longest = max(len(one.prompt) for one in found)
+    room = (length - 1 - longest) // (2 * turns - 1)
+    if room < 4:
+        raise ValueError(f"--length {length} leaves {room} tokens a turn after a prompt of {longest}: give more")
+    for turn in range(1, turns + 1):
+        written = engine.write([one.so_far for one in found], room)
+        found = [one.with_own(ids, told, 0) for one, (ids, told) in zip(found, written, strict=True)]
+        if turn < turns:
+            for row, one in enumerate(found):
+                closing = [] if one.ids[-1] in stops else [stops[0]]
+                answer = tool_tokens(tokenizer, prompts[row], stops, room - len(closing), turns * row + turn)
+                found[row] = one.with_foreign([*closing, *answer])
+    return found
+
+
+@torch.no_grad()
+def trainer_reads(model: Any, rows: Rows, written: Rows, autocast: bool = False) -> list[list[float]]:
+    """Return the trainer's log-probs of what was written after each row, in nats. A row at a time, and logits of what
+    was written alone: all of them may not fit."""
+    device = next(model.parameters()).device
+    found = []
+    with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+        for row, ids in zip(rows, written, strict=True):
+            whole = torch.tensor([[*row, *ids]], device=device)
+            logits = model(input_ids=whole, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1]
+            found.append(logits.float().log_softmax(-1).gather(-1, whole[0, len(row) :, None])[:, 0].tolist())
+    return found
+
+
+def measure(
+    model: Any,
+    engine: AskedEngine,
+    transcripts: Sequence[Trajectory],
+    template: str | None = None,
+    autocast: bool = False,
+) -> Evidence:
+    """Compare the engine with the trainer on transcripts that the engine wrote, and on tokens that it draws after parts
+    of them. Raises EngineFault for a log-prob that is NaN or infinite."""
+
+    def drawn(prefixes: Rows, adapted: bool = True) -> tuple[Rows, list[list[float]]]:
+        written = engine.write(prefixes, 1, cached=False, adapted=adapted)
+        return [ids for ids, _ in written], [told for _, told in written]
+
+    def gap(prefixes: Rows, ids: Rows, told: Sequence[Sequence[float]]) -> Gap:
+        own = trainer_reads(model, prefixes, ids, autocast)
+        sync_gap(told, own)
+        return Gap.between(np.concatenate(told), np.concatenate(own))
+
+    own = trainer_reads(model, [one.prompt for one in transcripts], [one.ids for one in transcripts], autocast)
+    tokens = [token for one, computed in zip(transcripts, own, strict=True) for token in _own_tokens(one, computed)]
+    turn, quarter, told, computed = (list(column) for column in zip(*tokens, strict=True))
+    sync_gap([told], [computed])
+    whole = [one.so_far for one in transcripts]
+    prefixes = _spread([row[:end] for row in whole for end in range(1, len(row))])
+    far = _spread([row[:end] for row in whole for end in range(3 * len(row) // 4, len(row))])
+    pairs = _spread(list(map(list, dict.fromkeys(pair for row in whole for pair in pairwise(row)))))
+    anew = drawn(prefixes)
+    alone = [pair[1:] for pair in pairs]
+    found = Evidence(
+        turns=by_part(told, computed, turn),
+        quarters=by_part(told, computed, quarter),
+        anew=gap(prefixes, *anew),
+        alone=gap(alone, *drawn(alone)),
+        near=gap(pairs, *drawn(pairs)),
+        far=gap(far, *drawn(far)),
+        template=template,
+    )
+    if not hasattr(model, "disable_adapter"):
+        return found
+    with model.disable_adapter():
+        return replace(found, base=gap(prefixes, *drawn(prefixes, adapted=False)), unused=gap(prefixes, *anew))
+
+
+def _own_tokens(one: Trajectory, computed: Sequence[float]) -> Iterator[tuple[int, int, float | None, float]]:
+    """Yield turn, quarter of the transcript, the engine's and the trainer's log-prob of each token of the policy."""
+    told = one.logprobs or []
+    for number, turn in enumerate(one.turns, start=1):
+        for at in range(turn.first, turn.end):
+            yield number, quarter_of(len(one.prompt) + at, len(one.so_far)), told[at], computed[at]
+
+
+def _spread(rows: list[list[int]]) -> list[list[int]]:
+    """Return at most `PREFIXES` of the rows, evenly spread."""
+    return rows[:: -(-len(rows) // PREFIXES)]
+
+
+def _report(known: argparse.Namespace, engine: AskedEngine, found: Evidence, trainer: torch.dtype) -> int:
+    """Print and write what was found; return the exit code."""
+    limit = tolerance_for(engine.dtype, trainer, on_gpu=engine.on_gpu)
+    dtypes = [str(one).removeprefix("torch.") for one in (engine.dtype, trainer)]
+    train, cause, sentence = verdict(found, limit, dtypes)
+    gaps = {f"turn {number}": gap for number, gap in found.turns.items()}
+    gaps |= {f"quarter {number}": gap for number, gap in found.quarters.items()}
+    gaps |= {"drawn anew": found.anew, "after one token": found.alone, "after two": found.near, "far on": found.far}
+    if found.base is not None:
+        gaps["without the adapter"] = found.base
+    table = [
+        (
+            name,
+            gap.tokens,
+            f"{gap.mean:.1e}",
+            f"{gap.worst:.1e}",
+            f"{gap.outside:.1%}",
+            f"{gap.k1:.1e}",
+            f"{gap.k3:.1e}",
+        )
+        for name, gap in gaps.items()
+    ]
+    head = ["engine and trainer", "tokens", "mean, nats", "worst", "outside 0.8 … 1.25", "k1", "k3"]
+    print_table(Console(), "", head, table)
+    asked = {name: getattr(known, name) for name in ("model", "adapter", "merged", "server", "turns", "length", "data")}
+    said = {"train": train, "cause": cause, "sentence": sentence, "limit": limit, "dtypes": dtypes}
+    write_json(known.output, {**said, "asked": asked, "found": asdict(found)})
+    print(f"{sentence}\nnumbers: {known.output}")
+    return int(not train)
