@@ -63,18 +63,19 @@ def answer_of(kind: str) -> Any:
     if kind == "fork" and os.fork() == 0:
         return "the child"
     if kind == "children":
-        subprocess.Popen(["sleep", "1000"])
-    return {
-        "megabytes": "0123456789" * 1_000_000,
-        "nul": "a\0b\ud800c",
-        "none": None,
-        "mute": Mute(),
-        "bytes": b"\xff",
-        "loud": Loud("loud"),
-        "nested": nested(100_000),
-        "wide": {str(n): [n] * 10 for n in range(5_000)},
-        "blocks": [{"type": "text", "text": "an image"}, {"type": "image", "image": "x.png"}],
-    }.get(kind, f"done: {kind}")
+        subprocess.Popen(["sleep", "5"])
+    answers = {
+        "megabytes": lambda: "0123456789" * 1_000_000,
+        "nul": lambda: "a\0b\ud800c",
+        "none": lambda: None,
+        "mute": Mute,
+        "bytes": lambda: b"\xff",
+        "loud": lambda: Loud("loud"),
+        "nested": lambda: nested(100_000),
+        "wide": lambda: {str(n): [n] * 10 for n in range(5_000)},
+        "blocks": lambda: [{"type": "text", "text": "an image"}, {"type": "image", "image": "x.png"}],
+    }
+    return answers.get(kind, lambda: f"done: {kind}")()
 
 
 def in_thread(kind: str) -> Any:
