@@ -165,3 +165,12 @@ def test_trajectories_are_those_of_trls_loop(kind: str, models: dict[str, Path],
     (other,) = (row for row in ours.history if "loss" in row)
     for name in ("tools/call_frequency", "tools/failure_frequency", "completions/mean_length", "num_tokens"):
         assert other[name] == log[name]
+
+
+@pytest.mark.not_fast
+def test_an_environment_of_this_process_cannot_run_in_another(models: dict[str, Path], tmp_path: Path) -> None:
+    turns = {"processes": ["multiply"]}
+    with pytest.raises(ValueError, match=r"Counter.multiply is to run in a process .* a method of"):
+        tool_run("environment", models, tmp_path, rollout={"turns": turns})
+    _, script = tool_run("tools", models, tmp_path, rollout={"turns": turns})
+    assert [one["content"] for one in script.messages[5] if one["role"] == "tool"] == ["10", "15"]

@@ -80,7 +80,7 @@ class Trajectories:
             found = ", ".join(differences)
             logger.info(f"turns go on from what was written; the template of {self.dialogue.name} alone {found}")
         self.tools = ToolCalls(settings.turns, self.dialogue.cut)
-        self.tools.check({tool.__name__: tool for tool in trainer._standalone_tools})
+        self.tools.check({tool.__name__: tool for tool in trainer.tools})
         self.limits = self._limits()
         self.thinking = self._thinking()
 

@@ -132,7 +132,6 @@ ATTRIBUTES: tuple[str, ...] = (
     "_tokenizer",
     "_is_vlm",
     "tools",
-    "_standalone_tools",
     "max_tool_calling_iterations",
     "environment_factories",
     "ref_model",
