@@ -2,10 +2,11 @@
 
     You 0,2. Key 1,4. Door 2,0. Goal 4,2.          column,row; 0,0 is in the north-west
 
-The policy moves by calling ``north``, ``south``, ``west``, ``east``, ``take`` (the key it stands on) and ``unlock``
-(the door beside it, with the key). Each answer says where it stands, and how far it has come:
+The policy is told in which directions the next thing lies: the key, then the door (the field before it), then the goal.
+It moves by calling ``north``, ``south``, ``west``, ``east``, ``take`` (the key it stands on) and ``unlock`` (the door
+before it, with the key). Each answer is what it sees next:
 
-    1,4      1,4 key      1,0 open      4,2 goal      wall 1,1
+    key east south    key here    door north    door locked    door open    goal east    goal here    wall goal east
 
 `fewest_moves` is the oracle: no way to the goal is shorter.
 """
@@ -55,9 +56,24 @@ class World(NamedTuple):
         return self
 
     def text(self) -> str:
-        """Return the world as the prompt tells it."""
+        """Return the world in words, which `of_text` reads."""
         places = zip(("You", "Key", "Door", "Goal"), (self.at, self.key, self.door, self.goal))
         return " ".join(f"{name} {column},{row}." for name, (column, row) in places)
+
+    def sight(self) -> str:
+        """Return the next thing, and in which directions it lies."""
+        before_door = (self.door[0] - 1, self.door[1])
+        if not self.has_key:
+            name, there, found = "key", self.key, "here"
+        elif self.at[0] < WALL:
+            name, there, found = "door", before_door, "open" if self.is_open else "locked"
+        else:
+            name, there, found = "goal", self.goal, "here"
+        columns, rows = there[0] - self.at[0], there[1] - self.at[1]
+        directions = (
+            ["east"] * (columns > 0) + ["west"] * (columns < 0) + ["south"] * (rows > 0) + ["north"] * (rows < 0)
+        )
+        return " ".join([name, *(directions or [found])])
 
     @staticmethod
     def of_text(text: str) -> World:
@@ -154,11 +170,10 @@ class TextWorld:
 
 
 def seen(before: World, after: World) -> str:
-    """Return what a move is answered with."""
-    column, row = after.at
-    nothing = "wall " if after == before else ""
-    progress = " goal" if after.reached else " open" if after.is_open else " key" if after.has_key else ""
-    return f"{nothing}{column},{row}{progress}"
+    """Return what a move is answered with; ``wall`` if nothing came of it."""
+    if after == before:
+        return f"wall {after.sight()}"
+    return after.sight()
 
 
 def worlds(
@@ -198,7 +213,8 @@ def worlds(
 def row_of(world: World) -> dict[str, Any]:
     """Return the columns of a world."""
     text = world.text()
-    return {"prompt": [{"role": "user", "content": text}], "question": text, "fewest_moves": fewest_moves(world)[world]}
+    prompt = [{"role": "user", "content": world.sight()}]
+    return {"prompt": prompt, "question": text, "fewest_moves": fewest_moves(world)[world]}
 
 
 def walk(world: World, rng: random.Random, noise: float, longest: int) -> Iterator[dict[str, Any]]:
