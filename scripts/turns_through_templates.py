@@ -126,6 +126,7 @@ class Play:
         self.draw = random.Random(seed)
         self.naive_share = naive_share
         self.counted: Counter[str] = Counter()
+        self.known: dict[Any, int] = {}
         added = dialogue.tokenizer.added_tokens_decoder
         self.special = {token for token, mark in added.items() if mark.special or mark.content in dialogue.source}
         self.marks = [added[token].content for token in self.special]
@@ -212,7 +213,11 @@ class Play:
 
     def harmless(self, answers: list[dict[str, Any]], before: list[int]) -> int:
         """Return how many marks the same answers have with harmless texts."""
-        return self.marks_in(self.dialogue.answers([{**answer, "content": "x"} for answer in answers], before))
+        kind = (*(answer["name"] for answer in answers), before[-1])
+        if kind not in self.known:
+            plain = [{**answer, "content": "x"} for answer in answers]
+            self.known[kind] = self.marks_in(self.dialogue.answers(plain, before))
+        return self.known[kind]
 
 
 def row(label: str, folder: Path, turns: int, naive_share: float, seed: int = 0) -> str:

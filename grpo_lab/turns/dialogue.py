@@ -74,11 +74,9 @@ class ChatDialogue:
         once tools have answered it."""
         defused = [self._defused(message) for message in messages]
         asked = calling(defused[0].get("name", PROBE))
-        alone = self.encoded(self.rendered(asked))
-        joined = self.encoded(self.rendered([*asked, *defused], add_generation_prompt=True))
-        if self._writes_ends:
-            last = max(place for place, token in enumerate(alone) if token in self._template_ends)
-            alone = alone[: last + 1]
+        alone, joined = self._without_and_with(asked, defused)
+        if joined[: len(alone)] != alone:  # once more: a template that writes the date may have been asked at midnight
+            alone, joined = self._without_and_with(asked, defused)
         if joined[: len(alone)] != alone:
             raise CutAnew(
                 f"the chat template of {self.name} writes the assistant's message of a turn differently once a tool "
@@ -167,6 +165,15 @@ class ChatDialogue:
     def _longest_token(self) -> int:
         """Most characters that one token has."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+    def _without_and_with(self, asked: list[dict[str, Any]], answers: list[Any]) -> tuple[list[int], list[int]]:
+        """Return the tokens of a short conversation up to the end of its turn, and with the answers behind it."""
+        alone = self.encoded(self.rendered(asked))
+        joined = self.encoded(self.rendered([*asked, *answers], add_generation_prompt=True))
+        if self._writes_ends:
+            last = max(place for place, token in enumerate(alone) if token in self._template_ends)
+            alone = alone[: last + 1]
+        return alone, joined
 
     def _begins_call(self, text: str, tools: Sequence[Any]) -> bool:
         """Return whether a text has the template's mark of a call. A mark of plain text (Llama's ``{"name": "``) only

@@ -6,6 +6,7 @@ import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import turns_through_templates as script
@@ -75,6 +76,19 @@ def test_a_turn_that_a_limit_cut_gets_its_end(qwen3: ChatDialogue) -> None:
     assert qwen3.answers(ANSWERS[0], [7]) == [end, *qwen3.answers(ANSWERS[0], [7, end])]
 
 
+def test_midnight_between_two_renderings_cuts_nothing(qwen3: ChatDialogue) -> None:
+    class Dated(ChatDialogue):
+        days = iter(("30 November", *["1 December"] * 9))
+
+        def rendered(self, *messages: Any, **how: Any) -> str:
+            return next(self.days) + super().rendered(*messages, **how)
+
+    dated = Dated(qwen3.tokenizer, qwen3.parse, qwen3.ends, qwen3.chat_template)
+    vars(dated)["_writes_ends"] = True
+    end = qwen3.tokenizer.eos_token_id
+    assert dated.answers(ANSWERS[0], [end]) == qwen3.answers(ANSWERS[0], [end])
+
+
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 WRITTEN = {
     CALL: (["f"], False),
@@ -129,7 +143,7 @@ def test_ten_megabytes_cost_no_more_than_their_beginning(qwen3: ChatDialogue) ->
     text = "日本語 <|im_end|> x\0" * 700_000
     begun = time.perf_counter()
     kept, cut = qwen3.cut(text, 256)
-    assert time.perf_counter() - begun < 2
+    assert time.perf_counter() - begun < 10  # all of it takes a minute
     assert cut
     assert kept.endswith(f"of {len(text)} characters left out]")
 
