@@ -8,7 +8,7 @@ completions are put in the same form (`trainer/generation/in_step.py`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_lab.engines.grouping import GroupedEngine, check_logprobs
@@ -37,7 +37,10 @@ class Completion:
     ended           whether an end token ended it; False: the limit of tokens cut it off
     logprobs        the generator's log-probs of these tokens in nats [T]; None: it gives none
     policy_version  optimizer steps taken by the policy that wrote it; None outside a training
-    mask            1 = sampled, 0 = inserted by a thinking budget, with NaN in ``logprobs`` [T]; None: all sampled
+    mask            1 = sampled, 0 = inserted by a thinking budget or said by a tool, with NaN in ``logprobs`` [T];
+                    None: all sampled
+    messages        assistant's and tools' messages of a completion in turns; None: it is one text
+    columns         what rewards get of this completion alone, beside the columns of its row (``turns``, …)
     """
 
     ids: list[int]
@@ -45,6 +48,8 @@ class Completion:
     logprobs: list[float] | None = None
     policy_version: int | None = None
     mask: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def was_cut(self) -> bool:

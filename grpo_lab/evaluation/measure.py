@@ -30,7 +30,9 @@ from grpo_lab.engines.generators import (
     too_long,
 )
 from grpo_lab.engines.thinking_budget import tokens_of_thinking
+from grpo_lab.evaluation.in_turns import TurnGenerator
 from grpo_lab.evaluation.result import EvaluationResult, Kind, Outcome, ReadAnswer, answer_reader, as_text, read_outcome
+from grpo_lab.evaluation.transcript import last_words, question_in, transcript_of
 from grpo_lab.io import append_json_line
 from grpo_lab.reading import json_lines
 from grpo_lab.verifiers.verdict import checked_scores
@@ -55,10 +57,12 @@ class EvaluationStopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class _Asked:
-    """A problem that is put to the model: its index among the rows, the row, the rendered prompt."""
+    """A problem that is put to the model: its index among the rows, the row, its prompt as it is asked (with what an
+    environment adds), and rendered."""
 
     index: int
     row: Row
+    said: Any
     prompt: RenderedPrompt
 
 
@@ -74,7 +78,7 @@ def evaluate(
     temperature: float = 1.0,
     seed: int = 0,
     progress: bool = True,
-    generate: CompletionGenerator | None = None,
+    generate: CompletionGenerator | TurnGenerator | None = None,
     answer: ReadAnswer | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     measures: Mapping[str, Reward] = MappingProxyType({}),
@@ -88,7 +92,8 @@ def evaluate(
     rows      mappings with a column `prompt` (plain string or message list); every other column goes to ``reward``
     reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable
     answer    reads from a completion the answer that votes in maj@k; default: as an `AccuracyReward` does, else no vote
-    generate  makes the completions instead of ``model`` (then None), within ``context`` tokens (`CompletionGenerator`)
+    generate  makes the completions instead of ``model`` (then None), within ``context`` tokens (`CompletionGenerator`;
+              with tools or an environment a `TurnGenerator`)
     measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
     by        a column of the rows (`steps`, `level`): the greedy accuracy is reported for each of its values, too
     blocks    saves finished blocks to disk and shares them among ranks: every rank calls this and gets the result
@@ -103,7 +108,12 @@ def evaluate(
     settings = {**said, "reward": _name(reward), **_checked(max_new_tokens, batch_size, n_samples, temperature, seed)}
     if generate is None:
         generate, context = _generator_of(model, tokenizer, batch_size, progress)
-    asked = _fitting(_asked(problems, tokenizer, chat_template_kwargs, by), context, max_new_tokens)
+    _check_rows(problems, by)
+    prompts = [row["prompt"] for row in problems]
+    if isinstance(generate, TurnGenerator):
+        prompts = [generate.observed(row) for row in problems]
+        chat_template_kwargs = {**(chat_template_kwargs or {}), **generate.template_kwargs()}
+    asked = _fitting(_asked(problems, prompts, tokenizer, chat_template_kwargs), context, max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked), **_by(by)}
     blocks = blocks or Blocks()
@@ -150,25 +160,33 @@ def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]
 
 
 def _asked(
-    problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None, by: str | None
+    problems: Sequence[Row], prompts: Sequence[Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
 ) -> list[_Asked]:
-    _check_rows(problems, by)
     found = []
-    for index, row in enumerate(problems):
+    for index, (row, prompt) in enumerate(zip(problems, prompts, strict=True)):
         try:
-            found.append(_Asked(index, row, render_prompt(row["prompt"], tokenizer, chat_template_kwargs)))
+            found.append(_Asked(index, row, prompt, render_prompt(prompt, tokenizer, chat_template_kwargs)))
         except ValueError as error:
             raise ValueError(f"row {index}: {error}") from error
     return found
 
 
 def _written(
-    generate: CompletionGenerator, asked: Sequence[_Asked], n: int, temperature: float, max_new_tokens: int, seed: int
+    generate: CompletionGenerator | TurnGenerator,
+    asked: Sequence[_Asked],
+    n: int,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
 ) -> tuple[Sequence[Sequence[Completion | None]], bool]:
     """Generate the completions of each prompt. Return them, and whether Ctrl-C broke this off: then some are None."""
     ids = [one.prompt.ids for one in asked]
+    how: Any = {"n": n, "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
     try:
-        written = generate(ids, n=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+        if isinstance(generate, TurnGenerator):
+            written = generate.written([one.row for one in asked], ids, **how)
+        else:
+            written = generate(ids, **how)
     except GenerationStopped as stop:
         return stop.completions, True
     counts = sorted({len(group) for group in written})
@@ -206,25 +224,26 @@ def _grade(
         for sample, completion in enumerate(group)
         if completion is not None
     ]
-    given = [(one.row, text, completion.ids) for one, _, completion, text in answers]
+    given = [(one.row, text, completion) for one, _, completion, text in answers]
     scores = {name: _scores(reward, given) if answers else [] for name, reward in rewards.items()}
     return [
         Outcome(
             problem=one.index,
             kind=kind,
             sample=sample,
-            question=_question(one.row["prompt"]),
+            question=question_in(one.said),
             prompt=one.prompt.text,
             solution=as_text(one.row.get("solution")),
             completion=text,
-            tokens=len(completion.ids),
+            tokens=len(completion.ids) if completion.messages is None else sum(completion.mask or ()),
             truncated=not completion.ended,
             score=scores[""][place],
-            answer=read_answer(text) if read_answer is not None else None,
+            answer=read_answer(last_words(completion.messages, text)) if read_answer is not None else None,
             thinking=tokens_of_thinking(one.prompt.text, completion, tokenizer.decode),
             log_prob=_mean_log_prob(completion),
             measures={name: found[place] for name, found in scores.items() if name},
             group=None if by is None else as_text(one.row[by]),
+            transcript=transcript_of(completion.messages),
         )
         for place, (one, sample, completion, text) in enumerate(answers)
     ]
@@ -236,30 +255,21 @@ def _mean_log_prob(completion: Completion) -> float | None:
     return fmean(own) if own else None
 
 
-def _scores(reward: Reward, given: Sequence[tuple[Row, str, Sequence[int]]]) -> list[float | None]:
+def _scores(reward: Reward, given: Sequence[tuple[Row, str, Completion]]) -> list[float | None]:
     """Call the reward once, as TRL does: columns as lists, the tokens of each completion, and messages if the prompt
-    was messages. ``given``: row, text of the completion, its tokens."""
+    was messages. ``given``: row, text of the completion, completion."""
     rows = [row for row, _, _ in given]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
-    columns["completion_ids"] = [list(ids) for _, _, ids in given]
-    completions = [in_form_of(row["prompt"], text) for row, text, _ in given]
+    columns["completion_ids"] = [list(one.ids) for _, _, one in given]
+    for name in given[0][2].columns:
+        columns[name] = [one.columns[name] for _, _, one in given]
+    completions = [in_form_of(row["prompt"], one.messages or text) for row, text, one in given]
     scores = reward(prompts=[row["prompt"] for row in rows], completions=completions, **columns)
     return checked_scores(scores, len(given), f"the reward {_name(reward)!r}", nan=False)
 
 
 def _name(reward: Reward) -> str:
     return str(getattr(reward, "__name__", type(reward).__name__))
-
-
-def _question(prompt: Any) -> str:
-    """Return what a reader wants to see of a prompt: a string itself, or the last user message."""
-    if isinstance(prompt, str):
-        return prompt
-    asked = [message for message in prompt if message["role"] == "user"] or list(prompt)
-    content = asked[-1]["content"]
-    if isinstance(content, str):
-        return content
-    return str(as_text(content))
 
 
 def _by(by: str | None) -> dict[str, str]:

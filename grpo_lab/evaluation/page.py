@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from grpo_lab.evaluation.charts import Figure
 from grpo_lab.evaluation.result import EvaluationResult, Outcome
+from grpo_lab.evaluation.transcript import turns_in
 from grpo_lab.evaluation.terminal import duration
 from grpo_lab.io import write_whole_text
 from grpo_lab.visible import visible
@@ -132,7 +133,9 @@ class Page:
             finalize=lambda one: visible(one) if isinstance(one, str) and not isinstance(one, Markup) else one,
         )
         written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-        return environment.get_template("page.html.j2").render(page=self, written=written, longest=LONGEST_SHOWN)
+        return environment.get_template("page.html.j2").render(
+            page=self, written=written, longest=LONGEST_SHOWN, turns_in=turns_in
+        )
 
     def write(self, path: str | Path) -> Path:
         """Write the page; return its path. Raises ValueError if ``path`` cannot be written, OSError if the disk is

@@ -49,6 +49,7 @@ class Outcome:
     log_prob    mean log-prob of the tokens that the model wrote, in nats; None: not asked for
     measures    name → score of each further reward (`format`, `language`, …); None: unscorable
     group       the row's value, as text, in the column by which accuracy is reported; None: there is no such column
+    transcript  messages of a completion in turns, as JSON; None: it is one text
     """
 
     problem: int
@@ -66,6 +67,7 @@ class Outcome:
     log_prob: float | None = None
     measures: Mapping[str, float | None] = field(default_factory=dict, hash=False)
     group: str | None = None
+    transcript: str | None = None
 
     @property
     def correct(self) -> bool | None:
@@ -82,7 +84,8 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
     measures = []
     if outcomes:
         measures = sorted(outcomes[0].measures)
-    asked = {"measures": bool(measures), "group": any(one.group is not None for one in outcomes)}
+    asked = {name: any(getattr(one, name) is not None for one in outcomes) for name in ("group", "transcript")}
+    asked["measures"] = bool(measures)
     names = [f.name for f in fields(Outcome) if asked.get(f.name, True)] + ["correct"]
     records = [{name: record[name] for name in names} for record in records]
     write_json_lines(folder / "outcomes.jsonl", records)

@@ -208,3 +208,33 @@ def events(turns: Sequence[Turn]) -> Counter[str | None]:
         found.update(name for name in (*happened, turn.limit, turn.ended) if name not in ("unparsable", "tool_tokens"))
         found.update(unparsable=unparsable, tool_tokens=sum(call.cut for call in turn.calls))
     return found
+
+
+class EnvironmentReward:
+    """What the environment of each completion says of it, ``get_reward()``: a number, or None. TRL asks environments
+    for it by itself in a training; name this reward (``environment``) to judge an evaluation by it.
+
+    Raises:
+        ValueError: without environments, or where one has no ``get_reward``.
+    """
+
+    __name__ = "environment"
+
+    def __call__(self, prompts: Any, completions: Any, environments: Any = None, **_: Any) -> list[float | None]:
+        if environments is None or not all(hasattr(one, "get_reward") for one in environments):
+            raise ValueError(
+                "the reward `environment` asks each completion's environment for `get_reward`, and there is none: set "
+                "`environment_factory` to one that has it, or name another reward"
+            )
+        return [_awaited(one.get_reward()) for one in environments]
+
+
+def _awaited(answer: Any) -> Any:
+    """Return an answer, or what it gives once it is awaited."""
+    if not inspect.isawaitable(answer):
+        return answer
+
+    async def waited() -> Any:
+        return await answer
+
+    return asyncio.run(waited())

@@ -28,6 +28,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
+from trl import chat_template_utils
 from trl.trainer import grpo_trainer
 
 from grpo_lab.engines.generators import context_of_config
@@ -274,6 +275,22 @@ def dialogue_of(trainer: GRPOTrainer) -> ChatDialogue:
 
     template = trainer.chat_template
     return ChatDialogue(trainer._tokenizer, parse, trainer.eos_token_ids, template, trainer.chat_template_kwargs)
+
+
+def dialogue_for(tokenizer: Any, ends: Any, template_kwargs: Any) -> ChatDialogue:
+    """Return the dialogue of a tokenizer outside of a training, as TRL sets it up in one: with TRL's training template
+    where its own would cut tokens anew. Raise ValueError if the template knows no tools."""
+    if not chat_template_utils.supports_tool_calling(tokenizer):
+        raise ValueError(
+            "the chat template of this tokenizer cannot write a conversation with tools (an assistant's `tool_calls`, "
+            "then a message of the role `tool`): take a model whose template can"
+        )
+    if getattr(tokenizer, "response_template", None) is None and getattr(tokenizer, "response_schema", None) is None:
+        tokenizer = chat_template_utils.add_response_schema(tokenizer)
+    template = None
+    if not chat_template_utils.is_chat_template_prefix_preserving(tokenizer):
+        template = chat_template_utils.get_training_chat_template(tokenizer)
+    return ChatDialogue(tokenizer, chat_template_utils.parse_response, ends, template, template_kwargs)
 
 
 def refuse_unfit(trainer: GRPOTrainer, settings: RolloutSettings) -> None:
