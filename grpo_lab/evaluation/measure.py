@@ -239,7 +239,7 @@ def _grade(
             truncated=not completion.ended,
             score=scores[""][place],
             answer=read_answer(last_words(completion.messages, text)) if read_answer is not None else None,
-            thinking=tokens_of_thinking(one.prompt.text, completion, tokenizer.decode),
+            thinking=_thinking(one.prompt.text, completion, tokenizer.decode),
             log_prob=_mean_log_prob(completion),
             measures={name: found[place] for name, found in scores.items() if name},
             group=None if by is None else as_text(one.row[by]),
@@ -247,6 +247,11 @@ def _grade(
         )
         for place, (one, sample, completion, text) in enumerate(answers)
     ]
+
+
+def _thinking(prompt: str, completion: Completion, decode: Callable[..., str]) -> int | None:
+    """Count the tokens of thinking; those of several turns are not counted."""
+    return None if completion.messages is not None else tokens_of_thinking(prompt, completion, decode)
 
 
 def _mean_log_prob(completion: Completion) -> float | None:

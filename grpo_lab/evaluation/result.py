@@ -104,7 +104,7 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 
 def read_outcome(row: dict[str, Any], where: str) -> Outcome:
     """Make an outcome from a line of JSON; fields that earlier releases did not write get their defaults."""
-    row = {"thinking": None, "log_prob": None, "measures": {}, "group": None, **row}
+    row = {"thinking": None, "log_prob": None, "measures": {}, "group": None, "transcript": None, **row}
     names = [f.name for f in fields(Outcome)]
     if missing := [name for name in names if name not in row]:
         raise ValueError(f"{where} no {missing}")
@@ -115,7 +115,7 @@ def read_outcome(row: dict[str, Any], where: str) -> Outcome:
     wrong = [
         *(name for name in ("problem", "sample", "tokens") if type(row[name]) is not int),
         *(name for name in ("kind", "question", "prompt", "completion") if not isinstance(row[name], str)),
-        *(name for name in ("solution", "answer", "group") if not isinstance(row[name], str | None)),
+        *(name for name in ("solution", "answer", "group", "transcript") if not isinstance(row[name], str | None)),
         *(["truncated"] if type(row["truncated"]) is not bool else []),
         *(name for name in ("score", "tokens", "thinking", "log_prob") if not is_number(row[name] or 0)),
         *(["measures"] if not all(is_number(one or 0) for one in measures) else []),

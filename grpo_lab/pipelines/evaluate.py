@@ -25,10 +25,12 @@ from grpo_lab.recipe.sections import (
     STRICT_ACCURACY,
     DataSection,
     EvaluationSection,
+    PluginSection,
     RewardSection,
     template_kwargs_of,
 )
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml
+from grpo_lab.registry import modules_beside
 from grpo_lab.runs.folder import LOCK, one_writer
 from grpo_lab.settings import read
 from grpo_lab.visible import visible
@@ -95,6 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(how, "--measure", measure, action="append", metavar="NAME=REWARD", dest="measures")
     add(how, "--by", "a column of the rows, such as steps or level: accuracy at each of its values, too")
     add(how, "--log-probs", "of the answers, for calibration", action="store_true")
+    add(how, "--tools", "functions that the model may call, module:function", nargs="+", metavar="TOOL")
+    add(how, "--environment", "what it acts in, module:Class, and is judged by (`get_reward`)", metavar="CLASS")
     add(how, "--vllm", "vLLM in the place of transformers", action="store_true", dest="use_vllm")
     add(how, "--against", "a second model, on the same problems: paired test", metavar="MODEL", default=None)
     add(how, "--tokenizer", "another tokenizer's folder (default: the model's own)", default=None)
@@ -198,6 +202,12 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
             written["n"] = said.get("limit", 500)
     section = replace(plan.section, data=with_every_argument(read(DataSection, {**written, **rows}, "--data")))
     given = {name: said[name] for name in _GIVEN if name in said}
+    if "tools" in said:
+        given["tools"] = tuple(PluginSection(name) for name in said["tools"])
+    if "environment" in said:
+        given["environment_factory"] = PluginSection(said["environment"])
+        if known.like is None:
+            given["reward"] = RewardSection("environment")
     if "chat_template_kwargs" in said:
         given["chat_template_kwargs"] = _told(said["chat_template_kwargs"])
     if "measures" in said:
@@ -338,11 +348,13 @@ def held_out_like(run: str | Path) -> HeldOut:
             "takes the output folder of `grpo-lab train`, or a recipe"
         )
     written = read_yaml(file)
+    modules_beside(file)
     section = written.get("evaluation")
     if section is None:
         raise ValueError(f"--like {str(run)!r}: that run has no `evaluation`; describe the rows with --data")
     flat = written.get("arguments", written)  # a run's own copy keeps the trainer's settings apart
-    parsed = read(EvaluationSection, _as_written(section), "evaluation").rendered_as(template_kwargs_of(flat))
+    own = _in_the_turns_of(_as_written(section), written, flat)
+    parsed = read(EvaluationSection, own, "evaluation").rendered_as(template_kwargs_of(flat))
     tokens = parsed.max_new_tokens or flat.get("max_completion_length", NEW_TOKENS)
     if tokens is None:
         raise ValueError(
@@ -355,9 +367,19 @@ def held_out_like(run: str | Path) -> HeldOut:
     return HeldOut(parsed, int(tokens), int(otherwise if seed is None else seed))
 
 
+def _in_the_turns_of(section: Any, written: Mapping[str, Any], flat: Mapping[str, Any]) -> Any:
+    """Return an evaluation's section with the tools and the environment of its recipe, unless it has its own."""
+    of_run = {name: _as_written(written[name]) for name in ("tools", "environment_factory") if written.get(name)}
+    if not isinstance(section, Mapping) or not of_run or {"tools", "environment_factory"} & section.keys():
+        return section
+    return {**section, **of_run, "turns": (flat.get("rollout") or {}).get("turns") or {}}
+
+
 def _as_written(section: Any) -> Any:
     """Convert a section from a run's own copy of its recipe, which keeps arguments of rows and reward apart, to the
     written form."""
+    if isinstance(section, list):
+        return [_as_written(one) for one in section]
     if not isinstance(section, Mapping):
         return section
     arguments = None

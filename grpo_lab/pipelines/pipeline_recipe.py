@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_lab.recipe.sections import check_folder_name, with_name
-from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.recipe.sections import with_name
+from grpo_lab.recipe.yaml import check_folder_name, read_yaml
 from grpo_lab.runs.differences import plain_settings
 from grpo_lab.settings import Hours, Whole, did_you_mean, must_be, read, settings
 

@@ -34,6 +34,7 @@ REWARDS = {
     "mode_following": "ModeFollowingReward",
     "kimi_length": "KimiLengthReward",
     "language_consistency": "LanguageConsistencyReward",
+    "environment": "EnvironmentReward",
     "equation_steps": "EquationSteps",
     "flipped": "FlippedReward",
     "wrong_label": "WrongLabelReward",
@@ -183,23 +184,33 @@ def trainer_class(name: str) -> Any:
 
 def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
     """Return the trainer's arguments by name, besides model, rewards, rows and configuration."""
-    environment = recipe.environment_factory
-    factory = None
-    for tool in recipe.tools:
-        if tool.arguments:
-            raise ValueError(f"`tools`: {tool.name!r} is called by the model; it takes no arguments here")
-    if environment is not None:
-        factory = load_named(environment.name, "environment_factory")
-        refuse_unknown_arguments(factory, environment.arguments, f"`environment_factory`: {environment.name!r}")
-        given = typed(environment.arguments, factory, "environment_factory")
-        if given:
-            factory = functools.partial(factory, **given)
     return {
         "callbacks": [_callback(section) for section in recipe.callbacks],
-        "tools": [load_named(tool.name, "tools") for tool in recipe.tools] or None,
-        "environment_factory": factory,
+        "tools": tools_of(recipe) or None,
+        "environment_factory": environment_of(recipe),
         "peft_config": lora_config(recipe.model),
     }
+
+
+def tools_of(section: Recipe | EvaluationSection) -> list[Any]:
+    """Load the functions that the model may call."""
+    for tool in section.tools:
+        if tool.arguments:
+            raise ValueError(f"`tools`: {tool.name!r} is called by the model; it takes no arguments here")
+    return [load_named(tool.name, "tools") for tool in section.tools]
+
+
+def environment_of(section: Recipe | EvaluationSection) -> Any:
+    """Load what makes an environment, with its arguments; None without one."""
+    environment = section.environment_factory
+    if environment is None:
+        return None
+    factory = load_named(environment.name, "environment_factory")
+    refuse_unknown_arguments(factory, environment.arguments, f"`environment_factory`: {environment.name!r}")
+    given = typed(environment.arguments, factory, "environment_factory")
+    if given:
+        return functools.partial(factory, **given)
+    return factory
 
 
 def _callback(section: PluginSection) -> Any:

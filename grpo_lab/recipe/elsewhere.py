@@ -60,3 +60,15 @@ def refuse_words_from_elsewhere(
         raise UnknownSettingError(
             f"{where} has words of another framework; here {'; '.join(found)} (docs/coming_from_trl.md)"
         )
+
+
+TELLING = {
+    "rewards": "train",
+    "filters": "curate",
+    "rounds": "rounds",
+    "short_model": "long2short",
+    **dict.fromkeys(("rft", "online_rft", "expert_iteration"), "rounds"),
+    **dict.fromkeys(("shortest_sft", "merge"), "long2short"),
+    "mixture": "train",
+}
+"""Section, or value of ``method`` → the only command whose recipes have it."""

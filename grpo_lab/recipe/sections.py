@@ -5,7 +5,6 @@ Our sections are the fields of ``Recipe``; every other key is a field of ``LabCo
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import field, replace
@@ -16,9 +15,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from grpo_lab.engines.generators import check_template_kwargs
-from grpo_lab.recipe.elsewhere import RECIPE, SAVED, SUPERVISED, refuse_words_from_elsewhere
+from grpo_lab.recipe.elsewhere import RECIPE, SAVED, SUPERVISED, TELLING, refuse_words_from_elsewhere
 from grpo_lab.recipe.mixture import without_mixture
-from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.recipe.yaml import check_folder_name, read_yaml
 from grpo_lab.registry import modules_beside
 from grpo_lab.settings import (
     NULL_IS_DEFAULT,
@@ -35,6 +34,7 @@ from grpo_lab.settings import (
     read,
     settings,
 )
+from grpo_lab.turns.turn_settings import TurnSettings
 
 
 def _with_steps(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,6 +143,9 @@ class PluginSection:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+Plugins = Annotated[tuple[PluginSection, ...], NULL_IS_DEFAULT]
+
+
 @settings(rest="arguments")
 class ColdStartSection:
     """``cold_start``: supervised training before RL, on worked solutions (a column ``worked_solution``), with TRL's
@@ -202,6 +205,8 @@ class EvaluationSection:
         log_probs: also record the model's log-probs of its answers, for calibration.
         use_vllm, engine: use vLLM instead of transformers, with these options; not for ``every``.
         chat_template_kwargs: further arguments of the chat template (default: those of the run that is evaluated).
+        tools, environment_factory, turns: what the model may call, and the limits of its turns (default: as in the
+            recipe's training).
     """
 
     data: DataSection
@@ -222,6 +227,14 @@ class EvaluationSection:
     use_vllm: Switch | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     chat_template_kwargs: TemplateKwargs | None = None
+    tools: Plugins = ()
+    environment_factory: PluginSection | None = None
+    turns: TurnSettings | None = None
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether the model may call something."""
+        return bool(self.tools or self.environment_factory)
 
     def rendered_as(self, kwargs: Mapping[str, Any] | None) -> EvaluationSection:
         """Return this evaluation with its prompts rendered with the run's ``kwargs``, unless it has its own."""
@@ -236,9 +249,13 @@ class EvaluationSection:
             raise ValueError(f"`evaluation.measures` has {taken[0]!r}, a number of every evaluation; rename it")
         if self.budget_text is not None and all(budget is None for budget in self.thinking_budget):
             raise ValueError("`evaluation.budget_text` has an effect only with `evaluation.thinking_budget`")
-
-
-Plugins = Annotated[tuple[PluginSection, ...], NULL_IS_DEFAULT]
+        if self.turns is not None and not self.in_turns:
+            raise ValueError("`evaluation.turns` has an effect only with `tools` or an `environment_factory`")
+        for name in ("thinking_budget", "every"):
+            if self.in_turns and getattr(self, name):
+                raise ValueError(
+                    f"`evaluation.{name}` does not combine with `tools` or an `environment_factory`: leave it out"
+                )
 
 
 @settings(rest="arguments")
@@ -264,12 +281,13 @@ class Recipe:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.evaluation is not None and (self.tools or self.environment_factory is not None):
-            beside = "`tools`" if self.tools else "`environment_factory`"
-            raise ValueError(
-                f"`evaluation` asks once and calls no `tools`, and the recipe trains with {beside}, which its prompts "
-                "name: leave one of them out; `eval_dataset` is evaluated with them, by the rewards"
-            )
+        own = self.evaluation
+        if own is None or own.in_turns or not (self.tools or self.environment_factory):
+            return
+        limits = (self.arguments.get("rollout") or {}).get("turns")
+        turns = read(TurnSettings, limits or {}, "rollout.turns")
+        asked = replace(own, tools=self.tools, environment_factory=self.environment_factory, turns=turns)
+        object.__setattr__(self, "evaluation", asked)
 
     @property
     def output_dir(self) -> Path:
@@ -287,21 +305,6 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return recipe_from(written, default_name=Path(path).stem)
 
 
-LONGEST_NAME, LONGEST_PATH = 255, 3800
-"""Largest number of bytes of a file's name, and of a folder's path. Linux takes paths of 4,095 bytes, of which the
-files inside need some."""
-TELLING = {
-    "rewards": "train",
-    "filters": "curate",
-    "rounds": "rounds",
-    "short_model": "long2short",
-    **dict.fromkeys(("rft", "online_rft", "expert_iteration"), "rounds"),
-    **dict.fromkeys(("shortest_sft", "merge"), "long2short"),
-    "mixture": "train",
-}
-"""Section, or value of ``method`` → the only command whose recipes have it."""
-
-
 def check_command(written: Mapping[str, Any], command: str) -> None:
     """Raise ValueError for a recipe of another command or framework, and for an output folder without a usable name."""
     refuse_words_from_elsewhere(written, words=RECIPE if command == "train" else SAVED)
@@ -311,21 +314,6 @@ def check_command(written: Mapping[str, Any], command: str) -> None:
             said = f"since it has `{'method: ' * (key == written.get('method'))}{key}`"
             raise ValueError(f"this is a recipe of `grpo-lab {other}`, {said}; `grpo-lab {command}` takes another")
     check_folder_name(written.get("output_dir", f"runs/{written.get('name')}"))
-
-
-def check_folder_name(folder: Any) -> None:
-    """Raise ValueError for an ``output_dir`` that is no text, empty or too long."""
-    if folder in (None, ""):
-        raise ValueError("`output_dir` is empty; name a folder, or leave it out")
-    if not isinstance(folder, str | Path):
-        raise ValueError(f"`output_dir` is {folder!r}; it must be the name of a folder (as text, in quotes)")
-    longest = max(len(os.fsencode(part)) for part in Path(folder).absolute().parts)
-    whole = len(os.fsencode(Path(folder).absolute()))
-    if "\0" in str(folder) or longest > LONGEST_NAME or whole > LONGEST_PATH:
-        raise ValueError(
-            f"`output_dir` is {str(folder)[:100]!r}, with a name of {longest} bytes in a path of {whole}; at most "
-            f"{LONGEST_NAME} and {LONGEST_PATH} bytes, and no zero byte, can be written"
-        )
 
 
 def with_name(written: Mapping[str, Any], default_name: str) -> dict[str, Any]:

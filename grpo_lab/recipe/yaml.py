@@ -7,6 +7,7 @@ text), ``on`` as a key, an anchor inside itself, nesting without end. A bare ``o
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -222,3 +223,23 @@ def switched_on(name: str, written: Any) -> bool:
     if isinstance(written, Mapping):
         return written.get(name) is True or any(switched_on(name, one) for one in written.values())
     return isinstance(written, list) and any(switched_on(name, one) for one in written)
+
+
+LONGEST_NAME, LONGEST_PATH = 255, 3800
+"""Largest number of bytes of a file's name, and of a folder's path. Linux takes paths of 4,095 bytes, of which the
+files inside need some."""
+
+
+def check_folder_name(folder: Any) -> None:
+    """Raise ValueError for an ``output_dir`` that is no text, empty or too long."""
+    if folder in (None, ""):
+        raise ValueError("`output_dir` is empty; name a folder, or leave it out")
+    if not isinstance(folder, str | Path):
+        raise ValueError(f"`output_dir` is {folder!r}; it must be the name of a folder (as text, in quotes)")
+    longest = max(len(os.fsencode(part)) for part in Path(folder).absolute().parts)
+    whole = len(os.fsencode(Path(folder).absolute()))
+    if "\0" in str(folder) or longest > LONGEST_NAME or whole > LONGEST_PATH:
+        raise ValueError(
+            f"`output_dir` is {str(folder)[:100]!r}, with a name of {longest} bytes in a path of {whole}; at most "
+            f"{LONGEST_NAME} and {LONGEST_PATH} bytes, and no zero byte, can be written"
+        )

@@ -226,15 +226,9 @@ class EnvironmentReward:
                 "the reward `environment` asks each completion's environment for `get_reward`, and there is none: set "
                 "`environment_factory` to one that has it, or name another reward"
             )
-        return [_awaited(one.get_reward()) for one in environments]
+        return [answer_of(one.get_reward()) for one in environments]
 
 
-def _awaited(answer: Any) -> Any:
+def answer_of(answer: Any) -> Any:
     """Return an answer, or what it gives once it is awaited."""
-    if not inspect.isawaitable(answer):
-        return answer
-
-    async def waited() -> Any:
-        return await answer
-
-    return asyncio.run(waited())
+    return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer

@@ -14,6 +14,7 @@ from grpo_lab.engines.generators import context_of_config, render_prompt
 from grpo_lab.engines.thinking_budget import BudgetedGenerator, ThinkingBudget
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
+from grpo_lab.evaluation.in_turns import TurnGenerator
 from grpo_lab.evaluation.measure import KEPT, Blocks, rank_and_ranks
 from grpo_lab.evaluation.result import mean
 from grpo_lab.evaluation.sweep import AGAINST, Measured, compared, write_sweep
@@ -27,6 +28,7 @@ from grpo_lab.runs.console import count_of, describe
 from grpo_lab.runs.stage import Facts, Workspace
 from grpo_lab.settings import Positive, Switch, Whole, settings
 from grpo_lab.stages.sample import LoadedGenerator, load_generator
+from grpo_lab.turns.turn_settings import TurnSettings
 
 EVALUATION = "evaluation"
 """Folder of the answers."""
@@ -242,11 +244,13 @@ class HeldOutRows:
     ) -> Callable[..., EvaluationResult]:
         """Return a function of ``blocks`` that evaluates ``model`` in this condition. Raises ValueError if the prompts
         do not know the mode, or a budget has no room."""
-        generate = loaded.generate
+        generate: Any = loaded.generate
         template_kwargs = template_kwargs_in(self.section, way)
         limits = self._limits(way, loaded.tokenizer, loaded.stops)
         if limits is not None:
             generate = BudgetedGenerator(generate, limits, in_step)
+        if self.section.in_turns:
+            generate = in_turns(self.section, loaded, template_kwargs)
         how: Any = {
             **self.asked,
             "generate": generate,
@@ -290,6 +294,21 @@ class HeldOutRows:
                 asked = replace(self.section, chat_template_kwargs=template_kwargs_in(self.section, way))
                 prompts = self.rows[way.template]["prompt"]
                 check_held_out(asked, self.asked["max_new_tokens"], prompts, tokenizer, context)
+
+
+def in_turns(section: EvaluationSection, loaded: LoadedGenerator, template_kwargs: Mapping[str, Any]) -> TurnGenerator:
+    """Return the generator of an evaluation with tools or in an environment."""
+    from grpo_lab.trainer.generation.trajectories import dialogue_for
+
+    return TurnGenerator(
+        loaded.generate,
+        dialogue_for(loaded.tokenizer, loaded.stops, template_kwargs),
+        section.turns or TurnSettings(),
+        build.tools_of(section),
+        build.environment_of(section),
+        loaded.context,
+        loaded.stops,
+    )
 
 
 def measure_conditions(
@@ -351,6 +370,8 @@ def about(model: str, section: EvaluationSection, way: Condition | None = None) 
         "budget_text": None if asked.budget is None else section.budget_text,
         "engine": {"vllm": dict(section.engine)} if section.use_vllm else None,
         "log_probs": section.log_probs or None,
+        "tools": [tool.name for tool in section.tools] or None,
+        "environment": section.environment_factory and section.environment_factory.name,
         "chat_template_kwargs": dict(section.chat_template_kwargs or {}) or None,
     }
     return {

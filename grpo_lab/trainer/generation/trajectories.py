@@ -27,8 +27,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from accelerate.utils import gather_object
-from trl import GRPOTrainer
-from trl import chat_template_utils
+from trl import GRPOTrainer, chat_template_utils
 from trl.trainer import grpo_trainer
 
 from grpo_lab.engines.generators import context_of_config
