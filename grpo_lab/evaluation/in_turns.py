@@ -18,7 +18,7 @@ from grpo_lab.turns.loop import LoopLimits, Offer, TurnLoop
 from grpo_lab.turns.protocols import TurnTokens
 from grpo_lab.turns.tools import ToolCalls
 from grpo_lab.turns.trajectory import Trajectory
-from grpo_lab.turns.turn_settings import OFFERS, TURNS_COLUMN, TurnSettings
+from grpo_lab.turns.turn_settings import TURNS_COLUMN, TurnSettings
 
 Row = Mapping[str, Any]
 ROUNDS_APART = 1_000_003
@@ -163,7 +163,9 @@ class TurnGenerator:
         """Return an environment's methods that are tools, as TRL takes them."""
         if environment is None:
             return {}
-        hidden = {"reset", "get_reward", *OFFERS}
+        from grpo_lab.trainer.trl_bridge import OFFERED
+
+        hidden = {"reset", "get_reward", *OFFERED}
         members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
         names = [name for name, _ in members if name not in hidden and not name.startswith("_")]
         return {name: getattr(environment, name) for name in names}

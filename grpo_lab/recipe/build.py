@@ -34,7 +34,7 @@ REWARDS = {
     "mode_following": "ModeFollowingReward",
     "kimi_length": "KimiLengthReward",
     "language_consistency": "LanguageConsistencyReward",
-    "environment": "EnvironmentReward",
+    "environment": "JudgedByEnvironment",
     "equation_steps": "EquationSteps",
     "flipped": "FlippedReward",
     "wrong_label": "WrongLabelReward",

@@ -16,7 +16,7 @@ from grpo_lab.rewards.protocol import GroupReward, group_reward
 from grpo_lab.rewards.puzzles import CoinReward, CountdownReward, ProofReward, SortingReward
 from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
 from grpo_lab.rewards.token_classification import TokenClassificationSteps
-from grpo_lab.rewards.turn_scores import AsyncTurnRewards, EnvironmentReward, TurnLimits, TurnRewards
+from grpo_lab.rewards.turn_scores import AsyncTurnRewards, JudgedByEnvironment, TurnLimits, TurnRewards
 
 __all__ = [
     "AccuracyReward",
@@ -25,7 +25,7 @@ __all__ = [
     "CodeReward",
     "CoinReward",
     "CountdownReward",
-    "EnvironmentReward",
+    "JudgedByEnvironment",
     "EquationSteps",
     "FlippedReward",
     "GroupReward",

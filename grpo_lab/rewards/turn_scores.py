@@ -210,7 +210,7 @@ def events(turns: Sequence[Turn]) -> Counter[str | None]:
     return found
 
 
-class EnvironmentReward:
+class JudgedByEnvironment:
     """What the environment of each completion says of it, ``get_reward()``: a number, or None. TRL asks environments
     for it by itself in a training; name this reward (``environment``) to judge an evaluation by it.
 
