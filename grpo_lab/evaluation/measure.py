@@ -92,8 +92,7 @@ def evaluate(
     rows      mappings with a column `prompt` (plain string or message list); every other column goes to ``reward``
     reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable
     answer    reads from a completion the answer that votes in maj@k; default: as an `AccuracyReward` does, else no vote
-    generate  makes the completions instead of ``model`` (then None), within ``context`` tokens (`CompletionGenerator`;
-              with tools or an environment a `TurnGenerator`)
+    generate  makes the completions instead of ``model`` (then None), within ``context`` tokens
     measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
     by        a column of the rows (`steps`, `level`): the greedy accuracy is reported for each of its values, too
     blocks    saves finished blocks to disk and shares them among ranks: every rank calls this and gets the result
@@ -109,11 +108,7 @@ def evaluate(
     if generate is None:
         generate, context = _generator_of(model, tokenizer, batch_size, progress)
     _check_rows(problems, by)
-    prompts = [row["prompt"] for row in problems]
-    if isinstance(generate, TurnGenerator):
-        prompts = [generate.observed(row) for row in problems]
-        chat_template_kwargs = {**(chat_template_kwargs or {}), **generate.template_kwargs()}
-    asked = _fitting(_asked(problems, prompts, tokenizer, chat_template_kwargs), context, max_new_tokens)
+    asked = _fitting(_asked(problems, tokenizer, chat_template_kwargs, generate), context, max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked), **_by(by)}
     blocks = blocks or Blocks()
@@ -160,8 +155,12 @@ def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]
 
 
 def _asked(
-    problems: Sequence[Row], prompts: Sequence[Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
+    problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None, generate: Any
 ) -> list[_Asked]:
+    prompts = [row["prompt"] for row in problems]
+    if isinstance(generate, TurnGenerator):
+        prompts = [generate.observed(row) for row in problems]
+        chat_template_kwargs = {**(chat_template_kwargs or {}), **generate.template_kwargs()}
     found = []
     for index, (row, prompt) in enumerate(zip(problems, prompts, strict=True)):
         try:

@@ -153,7 +153,7 @@ def draw(found: Found, losses: Sequence[str], conditions: Sequence[str], path: P
         for loss, differences in of.items():
             if differences:
                 draw_row(axis, rows[loss], differences)
-        axis.axvline(0, color="0.3", linewidth=0.8)
+        axis.axvline(0, color="0.3")
         axis.set(title=title, xlabel=f"points of {ACCURACY}", xlim=WIDEST)
         axis.set_yticks(list(rows.values()), list(rows))
         axis.grid(axis="x", **GRID)
@@ -167,5 +167,5 @@ def draw_row(axis: Any, height: float, differences: Sequence[float]) -> None:
     else:
         colour = NOT_TOLD_APART
     half = half_width_over_seeds(differences) or 0.0
-    axis.plot(differences, [height] * len(differences), ".", color="0.6", markersize=5)
-    axis.errorbar(fmean(differences), height, xerr=half, fmt="o", color=colour, capsize=2.5, markersize=5)
+    axis.plot(differences, [height] * len(differences), ".", color="0.6")
+    axis.errorbar(fmean(differences), height, xerr=half, fmt="o", color=colour, capsize=2)

@@ -119,9 +119,8 @@ def test_what_the_dry_run_refuses(tmp_path: Path, task: dict[str, Any], said: st
 def test_two_steps_and_an_evaluation_by_task(tmp_path: Path) -> None:
     from grpo_lab.pipelines.train import train
 
-    small = {
-        f"mixture.{task}.{section}.n": 8 for task in ("countdown", "sorting") for section in ("data", "evaluation.data")
-    }
+    sections = [f"{task}.{of}" for task in ("arithmetic", "countdown") for of in ("data", "evaluation.data")]
+    small = {f"mixture.{section}.n": 8 for section in sections}
     outcome = train(
         read_recipe(
             RECIPE,
@@ -132,7 +131,7 @@ def test_two_steps_and_an_evaluation_by_task(tmp_path: Path) -> None:
                 "model.tiny.num_heads": 2,
                 "model.tiny.num_layers": 1,
                 "cold_start.data.countdown.n": 4,
-                "cold_start.data.sorting.n": 4,
+                "cold_start.data.arithmetic.n": 4,
                 "cold_start.max_steps": 2,
                 "num_generations": 2,
                 "per_device_train_batch_size": 6,
@@ -142,8 +141,8 @@ def test_two_steps_and_an_evaluation_by_task(tmp_path: Path) -> None:
         )
     )
     assert outcome.after is not None
-    assert set(outcome.after.accuracy_by) == {"countdown", "sorting"}
+    assert set(outcome.after.accuracy_by) == {"arithmetic", "countdown"}
     logged = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["tasks/sorting/prompt_share"] for row in logged if "loss" in row] == pytest.approx([1 / 3] * 2)
+    assert [row["tasks/countdown/prompt_share"] for row in logged if "loss" in row] == pytest.approx([1 / 3] * 2)
     assert outcome.report is not None
     assert "Reward by task" in outcome.report.read_text()
