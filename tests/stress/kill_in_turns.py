@@ -33,6 +33,7 @@ from kill_processes import adopt_orphans, begin, has_ended, kill, wait
 from safetensors.numpy import load_file
 from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer import grpo_trainer
+from trl.trainer.grpo_trainer import parse_response as stock_parse
 
 from grpo_lab import LabConfig
 from grpo_lab.testing import tiny_model
@@ -246,8 +247,10 @@ def look(name: str) -> str:
     return name[-2:]
 
 
-def calling(tokenizer: Any, ids: list[int], prefix: list[int], **_: Any) -> dict[str, Any]:
+def calling(tokenizer: Any, ids: list[int], prefix: list[int], **named: Any) -> dict[str, Any]:
     """TRL's ``parse_response``: two of three turns call tools, with a name that stands for the tokens before."""
+    if "<tool_call>" in tokenizer.decode(ids):  # the template, which is checked before the first step
+        return stock_parse(tokenizer, ids, prefix=prefix, **named)  # type: ignore[no-any-return]
     said: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
     name = hashlib.sha256(json.dumps([*prefix, *ids]).encode()).hexdigest()[:16]
     if int(name, 16) % 3:
