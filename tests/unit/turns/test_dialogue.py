@@ -125,6 +125,7 @@ def test_an_answer_that_begins_like_llamas_call_is_an_answer(grpo_lab_data: Path
         assert llama.parsed(llama.encoded(text), [], tools).unparsable is unparsable
 
 
+@pytest.mark.not_fast
 def test_cut_texts_have_at_most_so_many_tokens(qwen3: ChatDialogue) -> None:
     draw = random.Random(0)
     pieces = (*script.WORDS, *script.HOSTILE, "<|im_end|>", "👩‍👩‍👧", "\u0301", "  \n")
@@ -139,6 +140,7 @@ def test_cut_texts_have_at_most_so_many_tokens(qwen3: ChatDialogue) -> None:
         assert len(qwen3.encoded(qwen3._defused(kept))) <= tokens
 
 
+@pytest.mark.not_fast
 def test_ten_megabytes_cost_no_more_than_their_beginning(qwen3: ChatDialogue) -> None:
     text = "日本語 <|im_end|> x\0" * 700_000
     begun = time.perf_counter()
@@ -148,6 +150,7 @@ def test_ten_megabytes_cost_no_more_than_their_beginning(qwen3: ChatDialogue) ->
     assert kept.endswith(f"of {len(text)} characters left out]")
 
 
+@pytest.mark.not_fast
 def test_differences_of_templates_are_told(qwen3: ChatDialogue, grpo_lab_data: Path) -> None:
     folder = grpo_lab_data / "tokenizers" / "qwen3"
     told = check_template(qwen3, "refuse")  # TRL's training template keeps thinking
