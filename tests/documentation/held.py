@@ -39,6 +39,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     # grpo-lab
     "grpo-lab * --help": f"{WHEEL}test_everything_imports_and_help_is_there",
     "grpo-lab train * --use_vllm true*": "tests/rollouts/test_lab_trainer_vllm.py::test_eight_steps_with_a_proven_sync",
+    "grpo-lab train --config recipes/turns/*": "tests/recipes/test_turns.py::test_two_steps",
     "grpo-lab train --config recipes/quickstart/*": f"{WHEEL}test_the_quick_start_runs_with_overrides",
     "grpo-lab quickstart*": f"{WHEEL}test_the_quick_start_runs_with_overrides",
     "grpo-lab curate --config *": (
