@@ -1,0 +1,91 @@
+"""``rollout.turns`` against a real `grpo-lab serve`: greedy trajectories are those of TRL's loop; then the server is
+killed in the middle of trajectories, and the training ends with a checkpoint. One server for the file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
+
+from transformers import AutoTokenizer
+from trl.trainer import grpo_trainer
+
+from grpo_lab.engines.vllm.talk import ServerGone
+from grpo_lab.trainer.generation.turn_engines import TurnClient
+from parity.conftest import TOOL_TEMPLATE
+from rollouts.test_server_live import Served, children, served_from
+from rollouts.trajectory_runs import build, parsed, same_rows
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("trajectories")
+    sizes: dict[str, Any] = {"max_positions": 1024, "initializer_range": 0.2}
+    with served_from(folder, "--max-model-len", "900", ends=range(100, 200), **sizes) as running:
+        tokenizer = AutoTokenizer.from_pretrained(running.model)
+        tokenizer.chat_template = TOOL_TEMPLATE
+        tokenizer.save_pretrained(running.model)
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpo_trainer, "parse_response", parsed)
+
+
+def settings(served: Served, **changes: Any) -> dict[str, Any]:
+    url = {"vllm_mode": "server", "vllm_server_base_url": served.url}
+    return {**url, "max_tool_calling_iterations": 3, **changes}
+
+
+def test_greedy_trajectories_are_those_of_trls_loop(served: Served, tmp_path: Path) -> None:
+    stock = build(Path(served.model), tmp_path / "stock", None, {}, **settings(served))
+    stock.train()
+    ours = build(Path(served.model), tmp_path / "ours", {}, {}, **settings(served))
+    ours.train()
+    same_rows(ours.rows, stock.rows)
+    weights = stock.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in ours.model.state_dict().items())
+    turns = {sum(message["role"] == "tool" for message in row["messages"]) for row in ours.rows}
+    assert {0, 3} <= turns
+    assert ours.generated_tokens == sum(sum(row["mask"]) for row in ours.rows)
+
+
+def test_a_server_that_is_killed_in_a_turn_ends_the_training_with_a_checkpoint(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = {"server": {"retries": 0, "backoff": 0.1}}
+    run = settings(served, save_strategy="steps", save_steps=100, max_steps=5)
+    trainer = build(Path(served.model), tmp_path, {}, server, **run)
+    processes = [served.process.pid, *children(served.process.pid)]
+    turn = TurnClient.turn
+    asked: list[int] = []
+
+    def then_killed(client: Any, ids: list[int], room: int, scored: bool = True) -> Any:
+        asked.append(trainer.state.global_step)
+        if asked.count(1) == 12:  # in the second step, some trajectories are in their second turn
+            for process in reversed(processes):
+                os.kill(process, signal.SIGKILL)
+        return turn(client, ids, room, scored)
+
+    monkeypatch.setattr(TurnClient, "turn", then_killed)
+    start = time.monotonic()
+    with pytest.raises(ServerGone, match="A checkpoint of step 1 was written"):
+        trainer.train()
+    assert time.monotonic() - start < 60
+    assert (tmp_path / "checkpoint-1" / "optimizer.pt").is_file()
+    for thread in threading.enumerate():
+        if thread.name in ("turns: tool", "grpo_lab request"):
+            thread.join(10)
+            assert not thread.is_alive()
