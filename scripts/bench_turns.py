@@ -4,12 +4,12 @@
     python scripts/bench_turns.py --tool async       # the same tool as a coroutine
     python scripts/bench_turns.py --tokenizer /work/shared/data/tokenizers/qwen3
 
-A random model of Qwen3's architecture in float32 samples greedily, so both sides draw the same tokens; all of them are
-drawn. Such a model writes no words, so what it calls is read from its tokens, by one rule for both sides: three turns
-of four call a tool, which sleeps 0.05 to 1 s, skewed (0.05 + 0.95 u⁴; u from a hash of the call). Everything else is
-the trainers' own: prompts, template, tokens of the answers, masks. The clock runs over TRL's ``_generate``, in a second
-batch; the first one warms up. Printed: seconds and rollouts a second of each side, their ratio, and how many
-trajectories are equal (messages, tokens, mask).
+A random model of Qwen3's architecture in float32 samples at temperature 1, each request from a generator of its own
+(vLLM's ``seed``), so that both sides draw the same tokens; all of them are drawn. Such a model writes no words, so what
+it calls is read from its tokens, by one rule for both sides: three turns of four call a tool, which sleeps 0.05 to 1 s,
+skewed (0.05 + 0.95 u⁴; u from a hash of the call). Everything else is the trainers' own: prompts, template, tokens of
+the answers, masks. The clock runs over TRL's ``_generate``, in a second batch; the first one warms up. Printed: seconds
+and rollouts a second of each side, their ratio, and how many trajectories are equal (messages, tokens, mask).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model
 
 TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
-GROUP = 8
+GROUP = 2
 
 
 def seconds_of(a: int, b: int) -> float:
@@ -120,7 +120,7 @@ def generated(model: Path, out: Path, asked: argparse.Namespace, turns: Any) -> 
     if turns is not None:
         rollout["turns"] = turns
     config = LabConfig(
-        output_dir=str(out), objective="dr_grpo", use_vllm=True, vllm_mode="colocate", rollout=rollout, top_k=1,
+        output_dir=str(out), objective="dr_grpo", use_vllm=True, vllm_mode="colocate", rollout=rollout,
         vllm_importance_sampling_correction=False, per_device_train_batch_size=asked.trajectories,
         num_generations=GROUP, max_completion_length=1500, max_tool_calling_iterations=asked.turns - 1, max_steps=2,
         learning_rate=0.0, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
@@ -128,6 +128,7 @@ def generated(model: Path, out: Path, asked: argparse.Namespace, turns: Any) -> 
     places = range(2 * asked.trajectories // GROUP)
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"What is {n} times 7?"}] for n in places]})
     trainer = Timed(str(model), lambda prompts, **_: [0.0] * len(prompts), config, rows, tools=[TOOLS[asked.tool]])
+    trainer.vllm_generation.generation_kwargs["seed"] = 7
     trainer.train()
     return trainer.batches[1]
 

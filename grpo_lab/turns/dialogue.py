@@ -87,7 +87,7 @@ class ChatDialogue:
         stopped_at = before[-1] if before and before[-1] in self.ends else None
         if stopped_at is None and self._writes_ends:
             return [alone[-1], *added]
-        if stopped_at is not None and added[:1] == [stopped_at]:
+        if stopped_at in self._template_ends and added[:1] == [stopped_at]:
             return added[1:]
         return added
 

@@ -31,9 +31,9 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ranks_of(kind: str, calling: Path, out: Path) -> list[dict[str, Any]]:
+def ranks_of(kind: str, calling: Path, out: Path, *more: str) -> list[dict[str, Any]]:
     before = [str(HERE / "cpu_fsdp2.py")] if kind == "fsdp2" else []
-    words = [*before, str(HERE / "turns_worker.py"), str(calling), str(out), kind]
+    words = [*before, str(HERE / "turns_worker.py"), str(calling), str(out), kind, *more]
     accelerate_launch(RECIPES / f"{'fsdp2' if kind == 'fsdp2' else 'ddp'}.yaml", 2, words)
     return [torch.load(out / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
@@ -69,3 +69,15 @@ def test_shards_are_gathered_though_one_rank_has_no_turn_left(calling: Path, tmp
     ranks = ranks_of("fsdp2", calling, tmp_path)
     assert max(turns_in(row) for row in ranks[0]["rows"]) == 3
     assert max(turns_in(row) for row in ranks[1]["rows"]) == 2
+
+
+def test_trajectories_of_ranks_in_step_are_those_of_trls_loop(calling: Path, tmp_path: Path) -> None:
+    """``rollout.turns`` without an engine, on shards: the same draws on both ranks, and nobody waits for ever."""
+    folders = [tmp_path / "stock", tmp_path / "ours"]
+    for folder in folders:
+        folder.mkdir()
+    stock = ranks_of("fsdp2", calling, folders[0])
+    ours = ranks_of("fsdp2", calling, folders[1], "trajectories")
+    for one, other in zip(ours, stock, strict=True):
+        assert one["turns"] == other["turns"]
+        assert one["rows"] == other["rows"]

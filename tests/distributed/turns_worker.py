@@ -1,4 +1,4 @@
-"""Tools on ranks of which one makes more turns than the other: MODEL OUT KIND.
+"""Tools on ranks of which one makes more turns than the other: MODEL OUT KIND [trajectories: ``rollout.turns``].
 
 Every row of rank 0 calls the tool until it may no longer; on rank 1 half of them do (KIND ``rows``), or call it once.
 Each rank writes ``rank-<r>.pt``: the turns of its rows, what each step trained on, the log; the main process what the
@@ -76,7 +76,7 @@ def calls(rank: int, again: bool) -> Any:
     return parsed
 
 
-def main(folder: str, out: str, kind: str) -> None:
+def main(folder: str, out: str, kind: str, whole: str = "") -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -87,6 +87,8 @@ def main(folder: str, out: str, kind: str) -> None:
             engine.context = 2048
             engine.longest = 8
             settings |= {"use_vllm": True, "vllm_mode": "server", "rollout": {"verify_every": 1}}
+        if whole:
+            settings["rollout"] = {"turns": {}}
         trainer = Turns(
             model=model,
             reward_funcs=odd_share,

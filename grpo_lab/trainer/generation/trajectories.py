@@ -73,7 +73,7 @@ class Trajectories:
         self._begins = False
         if settings.turns is None:
             return
-        refuse_unfit(trainer, settings)
+        refuse_unfit(trainer)
         self.dialogue = dialogue_of(trainer)
         differences = check_template(self.dialogue, settings.turns.earlier_thinking)
         if differences and trainer.accelerator.is_main_process:
@@ -292,7 +292,7 @@ def dialogue_for(tokenizer: Any, ends: Any, template_kwargs: Any) -> ChatDialogu
     return ChatDialogue(tokenizer, chat_template_utils.parse_response, ends, template, template_kwargs)
 
 
-def refuse_unfit(trainer: GRPOTrainer, settings: RolloutSettings) -> None:
+def refuse_unfit(trainer: GRPOTrainer) -> None:
     """Raise ValueError if the run cannot be made of trajectories."""
     if not trainer.tools:
         raise ValueError(

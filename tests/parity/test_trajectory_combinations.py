@@ -1,0 +1,156 @@
+"""What ``rollout.turns`` combines with: each refusal is one sentence before the first step, the rest trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.trainer.generation.trajectories import refuse_unfit
+from parity.drop_in_cases import CallsATool, chats, multiply
+from parity.harness import arguments
+from parity.test_tool_loop import BUDGET, Script, Scripted
+
+SERVER = {"use_vllm": True, "vllm_mode": "server"}
+
+
+def config(folder: Path, rollout: dict[str, Any], **changes: Any) -> LabConfig:
+    settings = arguments(folder, max_steps=1, gradient_accumulation_steps=2, max_completion_length=BUDGET)
+    return LabConfig(**{**settings, "objective": "dr_grpo", "rollout": {"turns": {}, **rollout}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "changes", "sentence"),
+    [
+        ({}, {"max_completion_length": None, "objective": "grpo"}, "`rollout.turns` needs `max_completion_length`"),
+        ({}, {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
+         "does not combine with `vllm_tensor_parallel_size` 2"),
+        ({"turns": {"max_turns": 3}}, {"max_tool_calling_iterations": 4}, "two names for one number"),
+        ({"overlap": 1, "thinking_budget": 8}, SERVER, "`rollout.thinking_budget`"),
+        ({"turns": {"max_turns": 0}}, {}, "`rollout.turns.max_turns`"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_combine(
+    rollout: dict[str, Any], changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        config(tmp_path, rollout, **changes)
+
+
+def trainer(models: dict[str, Path], folder: Path, kind: type[LabTrainer] = LabTrainer, **more: Any) -> LabTrainer:
+    asked = {
+        "model": AutoModelForCausalLM.from_pretrained(models["tools"], dtype=torch.float32),
+        "reward_funcs": lambda completion_ids, **_: [float(len(ids) % 5) for ids in completion_ids],
+        "args": config(folder, {}),
+        "train_dataset": chats(),
+        "processing_class": AutoTokenizer.from_pretrained(models["tools"]),
+        "tools": [multiply],
+        **more,
+    }
+    return kind(**asked)
+
+
+def test_a_run_without_anything_to_call(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="neither `tools` nor an `environment_factory`"):
+        trainer(models, tmp_path, tools=None)
+
+
+def test_a_column_that_rewards_get(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = chats().map(lambda row: {"turns": 3})
+    with pytest.raises(ValueError, match="`train_dataset` has a column 'turns'"):
+        trainer(models, tmp_path, train_dataset=rows)
+
+
+def test_images() -> None:
+    model = SimpleNamespace(config=SimpleNamespace(model_type="llava"))
+    with pytest.raises(ValueError, match=r"`rollout.turns` is for text, and the model \(llava\) takes images"):
+        refuse_unfit(SimpleNamespace(tools=[multiply], _is_vlm=True, model=model))  # type: ignore[arg-type]
+
+
+class Overridden(Scripted):
+    """A team's loop that does not ask ours."""
+
+    def _tool_call_loop(self, *rows: Any) -> Any:
+        _, _, ids, completions, logprobs, *_ = rows
+        return [[1] * len(row) for row in ids], completions, ids, logprobs, 0, 0, [[] for _ in ids]
+
+
+def test_a_method_that_silences_it(models: dict[str, Path], tmp_path: Path) -> None:
+    silent = trainer(models, tmp_path, Overridden)
+    silent.script = Script()
+    with pytest.raises(ValueError, match=r"`rollout\.turns` would have no effect in this run"):
+        silent.train()
+
+
+# -- what combines -----------------------------------------------------------------------------------------------------
+
+
+def scripted(models: dict[str, Path], folder: Path, args: LabConfig, **more: Any) -> tuple[Scripted, Script]:
+    found = trainer(models, folder, Scripted, args=args, **more)
+    found.script = Script()
+    found.train()
+    return found, found.script
+
+
+@pytest.mark.not_fast
+def test_rewards_get_the_turns_of_their_completions_also_in_an_evaluation(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    seen: list[tuple[bool, Any]] = []
+
+    def reward(completions: list[Any], turns: list[Any], **_: Any) -> list[float]:
+        seen.append((made[0].model.training, [(row, of_row) for row, of_row in zip(completions, turns, strict=True)]))
+        return [float(len(of_row)) for of_row in turns]
+
+    made: list[Any] = []
+    args = config(tmp_path, {}, per_device_eval_batch_size=4)
+    built = trainer(models, tmp_path, Scripted, args=args, reward_funcs=reward, eval_dataset=chats(2))
+    built.script = Script()
+    made.append(built)
+    built.train()
+    logged = built.evaluate()
+    assert [training for training, _ in seen] == [True, False, False]
+    for _, rows in seen:
+        for completion, turns in rows:
+            assert len(turns) == sum(message["role"] == "assistant" for message in completion)
+            answers = [call.answer for turn in turns for call in turn.calls]
+            assert answers == [message["content"] for message in completion if message["role"] == "tool"]
+            assert turns[-1].ended == "answered"
+    assert logged["eval_tools/call_frequency"] == 12 / 8
+
+
+@pytest.mark.not_fast
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"update": {"dead_groups": "resample", "max_rounds": 2}},
+        {"num_iterations": 2, "max_steps": 2},
+        {"objective": None, "loss_type": "dr_grpo", "scale_rewards": "none"},
+    ],
+    ids=str,
+)
+def test_it_trains_as_with_trls_loop(changes: dict[str, Any], models: dict[str, Path], tmp_path: Path) -> None:
+    ours, script = scripted(models, tmp_path, config(tmp_path, {}, **changes))
+    stock, same = scripted(models, tmp_path, config(tmp_path, {"turns": None}, **changes))
+    assert script == same
+    weights = stock.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in ours.model.state_dict().items())
+
+
+@pytest.mark.not_fast
+def test_first_turns_of_a_rollout_function(models: dict[str, Path], tmp_path: Path) -> None:
+    """A team's ``rollout_func`` makes the first turns, and TRL's own call the others."""
+    weights = []
+    for turns in ({}, None):
+        rollout = CallsATool("multiply", models["tools"])
+        torch.manual_seed(0)
+        args = config(tmp_path, {"turns": turns}, max_completion_length=200)
+        found = trainer(models, tmp_path, rollout_func=rollout, args=args)
+        found.train()
+        weights.append(found.model.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
