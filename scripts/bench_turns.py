@@ -34,6 +34,7 @@ from grpo_lab.testing import tiny_model
 
 TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
 GROUP = 2
+stock_parse = grpo_trainer.parse_response
 
 
 def seconds_of(a: int, b: int) -> float:
@@ -76,8 +77,11 @@ TOOLS = {"sync": look_up, "async": look_up_async}
 def parser_of(tool: str) -> Any:
     """Return what reads a turn's message from its tokens, in the place of TRL's ``parse_response``."""
 
-    def parsed(tokenizer: Any, ids: list[int], prefix: list[int], **_: Any) -> dict[str, Any]:
-        said: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
+    def parsed(tokenizer: Any, ids: list[int], prefix: list[int], **named: Any) -> dict[str, Any]:
+        text = tokenizer.decode(ids)
+        if "<tool_call>" in text:  # the template, which is checked before the first step
+            return stock_parse(tokenizer, ids, prefix=prefix, **named)  # type: ignore[no-any-return]
+        said: dict[str, Any] = {"role": "assistant", "content": text}
         if sum(ids) % 4:
             function = {"name": TOOLS[tool].__name__, "arguments": {"a": sum(ids) % 1000, "b": len(prefix)}}
             said["tool_calls"] = [{"type": "function", "function": function}]

@@ -63,9 +63,12 @@ class Trained(TrainerCallback):
 def calls(rank: int, again: bool) -> Any:
     """In the place of TRL's ``parse_response``, for a model that knows no words."""
     asked = itertools.count()
+    stock_parse = grpo_trainer.parse_response
 
-    def parsed(tokenizer: Any, ids: list[int], prefix: list[int], **_: Any) -> dict[str, Any]:
+    def parsed(tokenizer: Any, ids: list[int], prefix: list[int], **named: Any) -> dict[str, Any]:
         said: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
+        if "<tool_call>" in said["content"]:  # the template, which is checked before the first step
+            return stock_parse(tokenizer, ids, prefix=prefix, **named)  # type: ignore[no-any-return]
         first = "<tool_response>" not in tokenizer.decode(prefix)
         half = first and next(asked) % 2 == 1
         if rank == 0 or half or (again and not first):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from trl.trainer import grpo_trainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model
@@ -16,6 +17,7 @@ from parity.drop_in_cases import chats
 from parity.harness import arguments
 
 LONGEST = 200
+stock_parse = grpo_trainer.parse_response
 
 
 def slow_multiply(a: int, b: int) -> int:
@@ -32,9 +34,12 @@ def slow_multiply(a: int, b: int) -> int:
     return a * b
 
 
-def parsed(tokenizer: Any, ids: list[int], prefix: list[int], **_: Any) -> dict[str, Any]:
+def parsed(tokenizer: Any, ids: list[int], prefix: list[int], **named: Any) -> dict[str, Any]:
     """In the place of TRL's ``parse_response``: two of three turns call the tool."""
-    said: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
+    text = tokenizer.decode(ids)
+    if "<tool_call>" in text:  # the template, which is checked before the first step
+        return stock_parse(tokenizer, ids, prefix=prefix, **named)  # type: ignore[no-any-return]
+    said: dict[str, Any] = {"role": "assistant", "content": text}
     if sum(ids) % 3:
         function = {"name": "slow_multiply", "arguments": {"a": ids[0], "b": len(ids)}}
         said["tool_calls"] = [{"type": "function", "function": function}]
