@@ -246,6 +246,7 @@ class Numbers(Protocol):
     state: Any
     phase: Phase
     last_logged_step: int
+    vllm_generation: Any  # with `use_vllm`
     exact_update: Any  # ``step.exact_update.ExactUpdate``, which imports this module
     correction: Correction | None
     beta: float

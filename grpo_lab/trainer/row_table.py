@@ -87,6 +87,8 @@ class Carried:
             generation batch; only if a task has denominators of its own.
         pass_rate: float ``[B]``, share of right answers in the row's group, NaN if unknown; for
             ``token_weights_every``.
+        kept_tokens: long ``[B, T, K]``, the tokens that the engine kept at each place: ids + 1, and 0 for none; only
+            with ``top_k`` and the sampler correction (``generation.kept_sets``).
         looked_logps: ``[B, T]``, the log-probs that the look found (``step.look``); only in a step that was looked at.
         looked_entropies: ``[B, T]`` in nats, likewise.
     """
@@ -108,6 +110,7 @@ class Carried:
     old_values = _Field(f"{OURS}old_values")
     returns = _Field(f"{OURS}returns")
     position_offset = _Field(POSITION_OFFSET)
+    kept_tokens = _Field(f"{OURS}kept_tokens")
     looked_logps = _Field(f"{OURS}looked_logps")
     looked_entropies = _Field(f"{OURS}looked_entropies")
 

@@ -72,6 +72,18 @@ def test_eight_steps_with_a_proven_sync(architecture: str, tie: bool, tmp_path: 
     assert max(row["sampling/sampling_logp_difference/mean"] for row in steps) < 1e-4
 
 
+def test_log_probs_among_the_tokens_that_the_engine_kept(tmp_path: Path) -> None:
+    """Engine and trainer agree to float32's rounding, at each step's new weights; two updates a batch."""
+    cut = {"temperature": 0.7, "top_k": 8, "top_p": 0.8, "min_p": 0.02, "max_steps": 4}
+    trainer = build(tmp_path, "qwen2", tie=True, num_iterations=2, **cut)
+    trainer.train()
+    steps = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
+    assert len(steps) == 4
+    assert max(row["sampling/sampling_logp_difference/max"] for row in steps) < 1e-4
+    assert max(row["entropy"] for row in trainer.state.log_history if "entropy" in row) < math.log(8)
+    assert all(row["grad_norm"] > 0 for row in trainer.state.log_history if "loss" in row)
+
+
 def test_eight_steps_of_lora_with_a_proven_sync(tmp_path: Path) -> None:
     """Adapters are merged for the engine and unmerged for the trainer."""
     from peft import LoraConfig

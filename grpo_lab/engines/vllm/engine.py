@@ -192,6 +192,7 @@ def engine_factory(
     trainer_dtype: torch.dtype | None = None,
     run_seed: int = 0,
     max_lora_rank: int | None = None,
+    max_logprobs: int = 0,
 ) -> Callable[..., GroupedEngine]:
     """Return a callable to be used in place of `vllm.LLM`; these options override the caller's arguments. The caller's
     `seed` is taken as the rank, which is what TRL passes (`process_index // tensor_parallel_size`)."""
@@ -205,6 +206,8 @@ def engine_factory(
             refuse_beyond_positions(options.max_model_len, config, "`rollout.engine.max_model_len`")
             ours = options.llm_arguments(on_cpu=on_cpu, trainer_dtype=trainer_dtype)
             seed = rank_seed(run_seed if options.seed is None else options.seed, int(arguments.get("seed") or 0))
+            if max_logprobs:
+                ours["max_logprobs"] = max_logprobs
             llm = LLM(**{**arguments, **ours, **lora_arguments(max_lora_rank), "seed": seed})
         if on_cpu:  # an attention head without a kernel would fail at the first token
             from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

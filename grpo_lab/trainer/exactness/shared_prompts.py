@@ -16,7 +16,8 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import dropout_rate, moves_positions
 from grpo_lab.trainer.metrics.profile import LAYOUT, host
 from grpo_lab.trainer.ports import UpdatePort
-from grpo_lab.trainer.row_table import HOLED, Bin
+from grpo_lab.trainer.row_table import HOLED, Bin, Carried
+from grpo_lab.trainer.settings.limits import kept_by_engine
 from grpo_lab.update import DEARER, DEARER_BIN, Numbers, Plan, Rows, cheaper, plan_shared
 
 #: nats a token that the first shared bin may differ from unshared rows: any token in float32, their mean in anything
@@ -120,7 +121,8 @@ class SharedPrompts:
             with host(LAYOUT):
                 packed = trl_bridge.packed_row(*laid_out.inputs[:3], prompts, self._form(model), part.input_ids.device)
         if packed is None:
-            return trl_bridge.completion_log_probs(self._trainer.accelerator, model, *part.inputs)
+            kept = trl_bridge.kept_at(Carried(part.fields).kept_tokens, part.take, part.input_ids.size(1) - 1)
+            return trl_bridge.completion_log_probs(self._trainer.accelerator, model, *part.inputs, kept=kept)
         return trl_bridge.shared_log_probs(self._trainer.accelerator, model, packed, part.input_ids.shape)
 
     def _form(self, model: nn.Module) -> trl_bridge.Form:
@@ -237,6 +239,8 @@ def attention_of(model: nn.Module) -> str | None:
 def _of_run(trainer: UpdatePort) -> str:
     if trainer.lab_settings.update.is_off:
         return "`update` is off"
+    if kept_by_engine(trainer.args):
+        return "tokens are scored among those that the engine kept (`top_k`)"
     if trainer.algorithm.value is not None:
         return "a critic (`value`) reads the prompt's last place in every row"
     model = trainer.accelerator.unwrap_model(trainer.model)

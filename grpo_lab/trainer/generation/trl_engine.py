@@ -35,9 +35,11 @@ from grpo_lab.engines.weights.proof import SyncGap, cached_prompt, prove_sync, t
 from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weights, worker_runner
 from grpo_lab.trainer.generation import server_across_ranks
 from grpo_lab.trainer.generation.all_ranks import from_main
+from grpo_lab.trainer.generation.kept_sets import KeptSets
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.generation.rollout_ports import EngineHooks
 from grpo_lab.trainer.ranks import TO_SEND, refuse_bad_weights
+from grpo_lab.trainer.settings.limits import kept_by_engine
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import coarsest, replaced, without_critic
 
@@ -60,6 +62,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
         hooks = EngineHooks()
         #: Versions of the LoRA adapter, if it is sent by itself.
         adapters: AdapterFiles | None = None
+        kept = KeptSets(kept_by_engine(args))
 
         def _init_vllm(self) -> None:
             refuse_without_engine("`use_vllm`", kernels=self.mode != "server")
@@ -102,7 +105,8 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
                 stock = functools.partial(super().generate, *args, **kwargs)
                 return self.server_return.generate(stock, self.send, prompts)
             refuse_long(prompts, self.context, 1, self.processing_class.decode)
-            return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob, or the guard does
+            self.logprobs = self.kept.logprobs
+            return self.kept.taken(super().generate(*args, **kwargs))  # GroupedEngine refuses NaN, or the guard does
 
     return LabVLLMGeneration
 
@@ -125,7 +129,8 @@ def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSe
     lora = None
     if generation.adapters is not None:
         lora = generation.adapters.max_rank
-    factory = engine_factory(options, trainer_dtype=dtype, run_seed=seed, max_lora_rank=lora)
+    most = generation.kept.logprobs
+    factory = engine_factory(options, trainer_dtype=dtype, run_seed=seed, max_lora_rank=lora, max_logprobs=most)
     with replaced(trl_vllm, "LLM", factory):
         stock()
     inside = generation.llm.llm_engine

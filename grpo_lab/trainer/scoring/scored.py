@@ -29,6 +29,7 @@ from grpo_lab.trainer.scoring.resample import alike
 from grpo_lab.trainer.scoring.reward_table import correctness, gathered_steps, truncated_rows, without_infinite
 from grpo_lab.trainer.scoring.tasks import mark_tasks, record_by_task, task_numbers
 from grpo_lab.trainer.settings.inputs import completion_limit
+from grpo_lab.trainer.settings.limits import kept_by_engine
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 from grpo_lab.trainer.step.sampler_weights import check_reported, needs_batch, weigh_batch
 
@@ -180,6 +181,8 @@ def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str
     mine = local_rows(trainer, batch)
     weighed = trainer.lab_settings.token_weights_every and trainer.model.training
     carried.policy_version = trainer.sampled_by(rows)
+    if kept_by_engine(trainer.args) and trainer.model.training:
+        carried.kept_tokens = trainer.vllm_generation.kept.tensor(batch["completion_ids"])
     mark_tasks(trainer, table, batch)
     if scored.forwards.corrected or weighed:
         carried.length_quartile = length_quartiles(scored.rewarded.lengths)[mine]

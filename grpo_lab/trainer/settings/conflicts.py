@@ -14,6 +14,7 @@ from grpo_lab.settings import from_json
 from grpo_lab.trainer.settings.advantage_conflicts import OF_RULES
 from grpo_lab.trainer.settings.limits import NOT_TRLS
 from grpo_lab.trainer.settings.parse import LabSettings
+from grpo_lab.trainer.settings.sampling_conflicts import OF_SAMPLING
 
 
 @dataclass(frozen=True)
@@ -93,46 +94,6 @@ _PHASE = (
     "max_time",
 )
 """Sampling settings of either engine that would end a phase of thinking or answering, or a segment of a completion."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "structured_outputs": (None,),
-    "response_format": (None, {"type": "text"}),
-    "extra_args": (None, {}),
-    "vllm_xargs": (None, {}),
-    "vllm_structured_outputs_regex": (None,),
-}
-"""Settings that cut or bend the engine's distribution → the values that leave it alone."""
-LOWEST, HIGHEST = 0.01, 2.0
-"""Range of temperatures. vLLM raises a lower one (other than 0, greedy) to the lowest without an error."""
-
-
-def _cut(case: Case) -> tuple[str, Any, Any] | None:
-    """Return the setting that truncates or reshapes the engine's distribution under the sampler correction, its value,
-    and a value that does not; None without such a setting.
-
-    The engine's log-probs are of the distribution that it sampled from, truncated and renormalised; the trainer's are
-    not. So the ratio would be below 1 at every token even on-policy. See ``docs/algorithms/sampler_correction.md``.
-    """
-    extra = case.args.generation_kwargs or {}
-    for name, allowed in NEUTRAL.items() if case.corrects else ():
-        if name in extra:
-            value = extra[name]
-        else:
-            value = getattr(case.args, name, None)
-        if value not in allowed:
-            return f"generation_kwargs.{name}" if name in extra else name, value, allowed[-1]
-    return None
-
-
 EARLIER_POLICY: tuple[Conflict, ...] = (
     (
         lambda c: not c.args.vllm_importance_sampling_correction,
@@ -294,18 +255,7 @@ BEFORE: tuple[Conflict, ...] = (
         "{found}, rotary frequencies too, and leaves it so, whatever it was loaded in: small steps are lost from then "
         "on. Set `{found}: false`, or generate with `use_vllm`, or leave `use_transformers_continuous_batching` out",
     ),
-    (
-        lambda c: c.args.use_vllm and not LOWEST <= c.args.temperature <= HIGHEST,
-        f"`temperature` is {{args.temperature!r}}: vLLM samples at {LOWEST} to {HIGHEST}. Below it takes {LOWEST} "
-        "instead, while the trainer computes its log-probs at the value written; above it refuses",
-    ),
-    (
-        _cut,
-        "`{found[0]}`={found[1]!r} does not combine with `vllm_importance_sampling_correction`: the engine's log-probs "
-        "are renormalised over the tokens that it keeps, the trainer's are not, so the ratio would be below 1 even "
-        "where both agree; which tokens it kept (vLLM's `return_sampling_mask`, from 0.28 on a GPU) TRL does not pass "
-        "on. Leave `{found[0]}` at {found[2]!r}, or set `vllm_importance_sampling_correction: false`",
-    ),
+    *OF_SAMPLING,
 )
 
 TURNS: tuple[Conflict, ...] = (

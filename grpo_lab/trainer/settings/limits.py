@@ -131,6 +131,21 @@ def check_loss(values: Mapping[str, Any]) -> None:
         raise ValueError(f"`entropy_coef_min` is {low} and `entropy_coef_max` is {high}: the first must not be above")
 
 
+MOST_KEPT = 64
+"""Largest ``top_k`` with which log-probs are computed among the kept tokens."""
+
+
+def kept_by_engine(args: Any) -> int:
+    """Return ``top_k`` where the run's log-probs are among the tokens that the engine keeps; else 0. They are where the
+    engine cuts its distribution (``top_p``, ``top_k``, ``min_p``), its log-probs are corrected for, and the loss is
+    ours."""
+    top_k = args.top_k or 0
+    corrects = args.use_vllm and args.vllm_importance_sampling_correction
+    if not corrects or getattr(args, "objective", None) is None or not 0 < top_k <= MOST_KEPT:
+        return 0
+    return int(top_k)
+
+
 def check_choices(values: Mapping[str, Any], where: str = "") -> None:
     """Raise ValueError for an unknown name or a number out of range. ``where`` is the section, for the message."""
     prefix = f"{where}." if where else ""

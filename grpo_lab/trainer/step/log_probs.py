@@ -46,6 +46,7 @@ from grpo_lab.trainer.row_table import (
     positions_at_generation,
     prompt_numbers,
 )
+from grpo_lab.trainer.settings.limits import kept_by_engine
 from grpo_lab.trainer.step.exchange import Forwarded
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
@@ -124,6 +125,9 @@ class GenerationForwards:
         stays_ours = all(trl_bridge.teams(trainer, method) is None for method in between)
         whole = getattr(trainer.correction, "whole_batch", False)  # its weights are made at generation
         put_off = in_bins and not whole and wanted and not found.draws and not switches and stays_ours
+        if kept_by_engine(trainer.args) and not put_off:
+            why = found.stock or "log-probs are made at generation (dropout, a team's method, `batch_normalised`)"
+            raise ValueError(f"`top_k`={trainer.args.top_k}: log-probs among kept tokens need the exact update; {why}")
         return GenerationForwards(corrected, in_bins, put_off, found.draws)
 
     def instead_of_trls(self, trainer: UpdatePort) -> contextlib.AbstractContextManager[list[str]]:

@@ -5,6 +5,7 @@ are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl``.
 
 names       what is overridden, called, read; whether a method is a team's; replacing a name inside a block
 forwards    log-probs in bins and what replaces TRL's
+kept        log-probs over the tokens that an engine kept
 shared_attention   a group's prompt computed once: the packed row, and the attentions that read it
 packed_layout      where the sequences are in a packed row
 flex_mask          FlexAttention on packed rows
@@ -21,6 +22,7 @@ from grpo_lab.trainer.trl_bridge.environments import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.flex_mask import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.forwards import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.gradients import *  # noqa: F403
+from grpo_lab.trainer.trl_bridge.kept import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.names import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.names import refuse_untested
 from grpo_lab.trainer.trl_bridge.shared_attention import *  # noqa: F403

@@ -15,6 +15,7 @@ from transformers import masking_utils
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import distillation_trainer, utils
 
+from grpo_lab.trainer.trl_bridge.kept import over_kept
 from grpo_lab.trainer.trl_bridge.names import MULTIMODAL_FIELDS, is_multimodal, replaced
 from grpo_lab.trainer.trl_bridge.packed_layout import sent
 from grpo_lab.trainer.trl_bridge.values import inside
@@ -31,6 +32,7 @@ def completion_log_probs(
     position_ids: Tensor,
     attention_mask: Tensor | None = None,
     on_host: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs and entropies ``[B, L - 1]`` of ``labels`` by TRL's fused LM head, at the trainer's sampling
     temperature. Labels of −100 are not scored and get 0. Entropies are None if the head makes none (TRL's reference
@@ -44,6 +46,8 @@ def completion_log_probs(
     which are scored and waits. With the labels ``on_host``, as they are on a CPU, only scored positions leave the
     backbone, as one row of ``shift_labels``, and nobody waits. This is not done under ``torch.compile``, where it
     depends on a setting of torch whether a changed hook is noticed.
+
+    ``kept`` long ``[B, L - 1, K]``: the tokens that each label is scored among (``trl_bridge.kept``); None: all.
     """
     mask = {}
     if attention_mask is not None:
@@ -51,6 +55,8 @@ def completion_log_probs(
     inputs = {"input_ids": input_ids, "position_ids": position_ids, **mask}
     if input_ids.device.type == "cpu":
         on_host = labels
+    if kept is not None and (on_host is None or is_compiled(accelerator, model)):
+        raise ValueError("`top_p`, `top_k`, `min_p`: not exact with `torch.compile`; leave one of them out")
     if on_host is None or is_compiled(accelerator, model):
         with accelerator.autocast(), one_sequence_a_row(input_ids.device):
             output = model(**inputs, labels=labels, fused_lm_head=True)
@@ -61,12 +67,21 @@ def completion_log_probs(
     found = scored.flatten().nonzero().squeeze(1)
     chosen = sent(following.flatten()[found].unsqueeze(0), input_ids.device)
     places = sent(found, input_ids.device)
-    output = score(accelerator, model, inputs, places, chosen)
+    with contextlib.ExitStack() as stack:
+        if kept is not None:
+            stack.enter_context(over_kept(kept.flatten(0, 1)[kept_places(found, scored.size(1), kept.device)]))
+        output = score(accelerator, model, inputs, places, chosen)
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0)).view_as(scored)[:, :-1]
 
     return spread(output.log_probs), None if output.entropy is None else spread(output.entropy)
+
+
+def kept_places(found: Tensor, length: int, device: torch.device) -> Tensor:
+    """Return the places of scored positions, counted in rows of ``length``, in rows of ``length - 1``: the last
+    position of a row scores nothing."""
+    return sent(found - found // length, device)
 
 
 @contextlib.contextmanager

@@ -81,6 +81,15 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"objective": {"name": "pass_at_k", "k": 4}},
         ("`objective.k`", "`advantage: {name: pass_at_k, k: 4}`"),
     ),
+    "a cut without a bound of its sets": (
+        {"objective": "grpo", "use_vllm": True, "top_p": 0.9},
+        ("`top_p`=0.9", "`top_k` of 1 to 64"),
+    ),
+    "kept sets and a reference": (
+        {"objective": "grpo", "use_vllm": True, "vllm_mode": "colocate", "top_k": 8, "beta": 0.1},
+        ("`top_k`=8", "`beta`"),
+    ),
+    "kept sets without an objective": ({"use_vllm": True, "top_k": 8}, ("`top_k`=8", "`objective`")),
     "unknown preset": ({"objective": "dr-grpo"}, ("'dr-grpo'", "dr_grpo")),
     "unknown surrogate": ({"objective": {"name": "grpo", "surrogate": "cliped"}}, ("'cliped'", "clipped")),
     "unknown aggregation": ({"objective": {"name": "grpo", "aggregation": "mean"}}, ("'mean'", "sequence_mean")),

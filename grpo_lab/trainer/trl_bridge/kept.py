@@ -1,0 +1,80 @@
+"""Log-probs over the tokens that an engine kept (top-p, top-k, min-p), in the place of TRL's head.
+
+    log π_K(y_t) = z_{y_t} − log Σ_{k ∈ K_t} e^{z_k}        z: logits at the sampling temperature, K_t: the kept tokens
+
+No other logit is needed, so the head's rows of the kept tokens alone are multiplied. The sets are constants, as π_old's
+are: no gradient flows through the choice of a set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from trl.trainer import utils
+
+from grpo_lab.trainer.trl_bridge.names import replaced
+
+#: Tokens whose kept rows of the head are gathered at once; the backward gathers them again.
+TILE = 256
+
+
+def kept_scores(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, kept: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies ``[n]`` over the kept tokens, in nats.
+
+    Args:
+        hidden: ``[n, H]``; ``weight``: ``[V, H]``, ``bias``: ``[V]``, those of the head.
+        labels: long ``[n]``, the scored tokens, each in its set.
+        kept: long ``[n, K]``, the sets: token ids + 1, and 0 for no token.
+    """
+    there = kept > 0
+    ids = (kept - 1).clamp(min=0)
+    logits = torch.einsum("nh,nkh->nk", hidden, weight[ids])
+    if bias is not None:
+        logits = logits + bias[ids]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    log_probs = logits.masked_fill(~there, -torch.inf).log_softmax(dim=1)
+    own = (ids == labels.unsqueeze(1)) & there
+    chosen = log_probs.masked_fill(~own, 0.0).sum(dim=1)
+    finite = log_probs.masked_fill(~there, 0.0)
+    return chosen, -(finite.exp() * finite).masked_fill(~there, 0.0).sum(dim=1)
+
+
+def kept_at(tokens: Tensor | None, take: Tensor, length: int) -> Tensor | None:
+    """Return the sets ``[n, T, K]`` of completion tokens at the places that score them, ``[n, length, K]``; None: all
+    tokens. ``take``: long ``[n, T]``, those places."""
+    if tokens is None:
+        return None
+    found = tokens.new_zeros(tokens.size(0), length, tokens.size(2))
+    # `take` ends at the last place behind a completion, where no token is kept: the larger one counts
+    return found.scatter_reduce(1, take.unsqueeze(2).expand_as(tokens), tokens, "amax")
+
+
+@contextlib.contextmanager
+def over_kept(kept: Tensor) -> Iterator[None]:
+    """Let TRL's head, inside the block, score its tokens over the sets ``kept`` ``[n, K]``, in their order."""
+
+    class OverKept:
+        @staticmethod
+        def apply(hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, temperature: float, *rest: Any) -> Any:
+            _, softcap, scale, _ = rest
+            if softcap is not None or scale not in (None, 1.0):
+                raise ValueError(
+                    "`top_k`: this model caps or scales its logits, and log-probs among kept tokens do not"
+                )
+            tiles = zip(hidden.split(TILE), labels.split(TILE), kept.split(TILE), strict=True)
+            made = [
+                checkpoint(kept_scores, one, weight, bias, scored, within, temperature, use_reentrant=False)
+                for one, scored, within in tiles
+            ]
+            log_probs, entropies = (torch.cat(parts) for parts in zip(*made, strict=True))
+            return log_probs, entropies, None, None, None
+
+    with replaced(utils, "_ChunkedLogProbFunction", OverKept):
+        yield
