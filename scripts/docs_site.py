@@ -20,6 +20,7 @@ FROM_OUTSIDE = {
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "SECURITY.md": "SECURITY.md",
     "recipes/quickstart/README.md": "recipes/quickstart/README.md",
+    "recipes/turns/README.md": "recipes/turns/README.md",
     "recipes/lab/misreading/README.md": "recipes/lab/misreading/README.md",
     "recipes/lab/chains/README.md": "recipes/lab/chains/README.md",
     "recipes/lab/sorting/README.md": "recipes/lab/sorting/README.md",
