@@ -1,4 +1,4 @@
-"""`grpo-lab check numerics`: does the engine give the tokens that it writes the trainer's log-probs, in every turn?
+"""`grpo-lab check numerics MODEL`: does the engine give the tokens that it writes the trainer's log-probs, in every turn?
 
 The engine writes transcripts of several turns at temperature 1, with a tool's answer between two turns. The trainer's
 model reads each transcript in one forward, as training does. Then the engine draws tokens after parts of the
@@ -77,7 +77,7 @@ def run(known: argparse.Namespace) -> int:
     refuse_adapter(known.model, "MODEL")
     options = engine_options_of(known)
     if known.server is None:
-        refuse_without_engine("`grpo-lab check numerics`")
+        refuse_without_engine("`grpo-lab check numerics MODEL`")
     elif options != EngineOptions(seed=options.seed):
         raise ValueError("--server: the engine's options are those of `grpo-lab serve`; leave them out here")
     prompts = _prompts(known.data, known.prompts)
