@@ -250,7 +250,7 @@ def turn_client(generation: EnginePort, settings: ServerSettings, prompts: list[
     keeps = KeepsSampling()
     main: AbstractContextManager[None] = contextlib.nullcontext()
     if generation.accelerator.is_main_process:
-        client = generation.vllm_client
+        client = generation.vllm_client.client  # behind the guard of ``server_across_ranks.generate``
         known = (client.base_url, client.model)
         main = replaced(generation, "vllm_client", keeps)
     with main:
