@@ -1,4 +1,4 @@
-"""`grpo-lab check numerics MODEL`: does the engine give the tokens that it writes the trainer's log-probs, in every turn?
+"""`grpo-lab check numerics MODEL`: do engine and trainer give a model's tokens the same log-probs, in every turn?
 
 The engine writes transcripts of several turns at temperature 1, with a tool's answer between two turns. The trainer's
 model reads each transcript in one forward, as training does. Then the engine draws tokens after parts of the
