@@ -138,6 +138,34 @@ PANELS = [
         shape=SHARE,
     ),
     Panel(
+        "Turns per trajectory",
+        "Turns that the policy wrote and tools that it called, until it answered or reached a limit.",
+        "per trajectory",
+        {"turns": ("turns/per_trajectory",), "calls": ("turns/calls",)},
+        optional=True,
+        shape=FROM_ZERO,
+    ),
+    Panel(
+        "Tool calls that went wrong",
+        "Failed: no proper answer, for whatever reason. Timed out is one of them; a cut answer is none.",
+        "share of calls",
+        {
+            "failed": ("turns/failed_share",),
+            "timed out": ("turns/timed_out_share",),
+            "answer cut": ("turns/cut_share",),
+        },
+        optional=True,
+        shape=SHARE,
+    ),
+    Panel(
+        "Seconds of a tool call",
+        "All tries together, of calls that were made.",
+        "seconds",
+        {"a call": ("turns/tool_seconds",)},
+        optional=True,
+        shape=FROM_ZERO,
+    ),
+    Panel(
         "Loss",
         "Near zero by construction in policy gradients; not a measure of progress.",
         "loss",
@@ -153,7 +181,8 @@ PANELS = [
         shape=FROM_ZERO,
     ),
 ]
-_OF_TASKS = [
+#: A line for each task, for each turn of a trajectory.
+_BY_NAME = [
     Panel(
         "Reward by task",
         "Mean over a task's completions of a step. Tasks have rewards of their own, so compare a line with itself.",
@@ -167,6 +196,20 @@ _OF_TASKS = [
         "share of completions",
         {"": ("tasks/<task>/live_share",)},
         shape=SHARE,
+    ),
+    Panel(
+        "Reward by turn",
+        "Mean of what step rewards gave the first, second, … turn of a trajectory that has it.",
+        "reward per turn",
+        {"": ("turns/<k>/reward",)},
+        shape=FROM_ZERO,
+    ),
+    Panel(
+        "Tokens by turn",
+        "The policy's own, in the first, second, … turn of a trajectory that has it.",
+        "tokens per turn",
+        {"": ("turns/<k>/tokens",)},
+        shape=FROM_ZERO,
     ),
 ]
 _EACH_REWARD = re.compile(r"rewards/.+/mean", re.DOTALL)
@@ -183,17 +226,18 @@ def panels_of(*records: RunRecord) -> list[Panel]:
     meaning = "Mean over the completions of a step: training problems, sampled. Components before weighting."
     reward = Panel("Reward", meaning, "reward per completion", {"total": ("reward",), **single}, shape=FROM_ZERO)
     critic = any(record.first_of("ppo/task_reward") for record in records)
-    of_tasks = [panel for panel in map(functools.partial(_by_task, records), _OF_TASKS) if panel.lines]
-    return [reward, *of_tasks, *(panel for panel in PANELS if not (critic and panel.title == DEAD_GROUPS))]
+    by_name = [panel for panel in map(functools.partial(_by_name, records), _BY_NAME) if panel.lines]
+    return [reward, *by_name, *(panel for panel in PANELS if not (critic and panel.title == DEAD_GROUPS))]
 
 
-def _by_task(records: Sequence[RunRecord], panel: Panel) -> Panel:
-    """Return the panel of a mixture's metric with a line a task; without lines if no run has tasks."""
+def _by_name(records: Sequence[RunRecord], panel: Panel) -> Panel:
+    """Return the panel with a line for each name that stands at ``<…>`` in a recorded metric; without lines if none
+    was recorded."""
     (metric,) = panel.metrics
-    begins, ends = metric.split("<task>")
-    names = {name for one in records for name in one.metrics if name.startswith(begins) and name.endswith(ends)}
-    lines = {name.removeprefix(begins).removesuffix(ends): (name,) for name in sorted(names)}
-    return panel._replace(lines=lines)
+    begins, ends = re.split("<.+>", metric)
+    named = re.compile(f"{re.escape(begins)}(.+){re.escape(ends)}", re.DOTALL)
+    found = {match[1]: match[0] for one in records for match in map(named.fullmatch, one.metrics) if match}
+    return panel._replace(lines={name: (found[name],) for name in sorted(found)})
 
 
 def panel_figures(record: RunRecord) -> tuple[list[Figure], list[str]]:

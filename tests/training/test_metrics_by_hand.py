@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_lab import LabConfig
-from grpo_lab.trainer.metrics.metric_names import OF_TASKS, logged_names
+from grpo_lab.trainer.metrics.metric_names import OF_TASKS, OF_TURNS, logged_names
 from metrics_oracle import Recorded, ToolRollout, accuracy_reward, check_steps
 from parity.harness import arguments, train
 
@@ -106,6 +106,7 @@ ELSEWHERE = {
     "preference/pair_accuracy": "training/test_preference_reward.py",
     "preference/comparisons": "training/test_preference_reward.py",
     **dict.fromkeys(OF_TASKS, "training/test_mixture.py"),
+    **dict.fromkeys(OF_TURNS, "parity/test_turn_metrics.py"),
 }
 HERE = {
     *("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "clip_ratio/low_min"),
@@ -133,4 +134,4 @@ def test_every_documented_metric_has_a_test_that_computes_it() -> None:
     documented = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)} - {"len_q4"}
     assert documented == HERE | ELSEWHERE.keys()
     for name, place in ELSEWHERE.items():
-        assert re.sub("<name>|tasks/<task>", "", name) in (tests / place).read_text(encoding="utf-8"), name
+        assert re.sub("<name>|tasks/<task>|turns/<k>", "", name) in (tests / place).read_text(encoding="utf-8"), name

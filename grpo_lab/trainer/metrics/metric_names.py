@@ -1,8 +1,8 @@
 """All metric names that a run may log; docs/metrics.md explains each.
 
-``<name>`` stands for a reward's name, ``<task>`` for a task's. In evaluation every name has the prefix ``eval_``. Many
-belong to a setting, so no run logs all. Code of this package, TRL's trainer and transformers' log no others
-(tests/unit/reports/test_metric_names.py); a team's may log any.
+``<name>`` stands for a reward's name, ``<task>`` for a task's, ``<k>`` for a turn's number. In evaluation every name
+has the prefix ``eval_``. Many belong to a setting, so no run logs all. Code of this package, TRL's trainer and
+transformers' log no others (tests/unit/reports/test_metric_names.py); a team's may log any.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from typing import Any
 from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS, is_librarys
 
 QUARTERS = ("len_q1", "len_q2", "len_q3", "len_q4")
+#: ``turns/<k>/…`` is logged for so many turns of a trajectory, the first ones
+COUNTED_TURNS = 8
+#: why a trajectory ends (``Turn.ended``)
+ENDS_OF_TRAJECTORIES = ("answered", "turns", "completion", "turn_tokens", "unparsable")
 
 OF_THE_LOSS = (
     "entropy",
@@ -57,7 +61,13 @@ OF_TASKS = (
     *(f"tasks/<task>/{what}" for what in ("prompt_share", "reward", "dead_share", "mean_length", "truncated_share")),
     *(f"tasks/<task>/{what}" for what in ("live_share", "loss", "entropy")),
 )
-OURS = (*OF_THE_LOSS, *OF_REWARDS, *OF_GENERATION, *OF_THE_UPDATE, *OF_TASKS)
+OF_TURNS = (
+    *(f"turns/{what}" for what in ("per_trajectory", "tokens", "calls", "tool_seconds")),
+    *(f"turns/{what}" for what in ("failed_share", "timed_out_share", "cut_share")),
+    *(f"turns/ended_{reason}" for reason in ENDS_OF_TRAJECTORIES),
+    *(f"turns/<k>/{what}" for what in ("tokens", "failed_share", "reward")),
+)
+OURS = (*OF_THE_LOSS, *OF_REWARDS, *OF_GENERATION, *OF_THE_UPDATE, *OF_TASKS, *OF_TURNS)
 
 OF_TRL = (
     *("reward", "reward_std", "frac_reward_zero_std", "rewards/<name>/mean", "rewards/<name>/std"),
@@ -76,7 +86,8 @@ OF_TRANSFORMERS = (
 def logged_names(rewards: Iterable[str], tasks: Iterable[str] = ()) -> list[str]:
     """Return every name that a run with these ``rewards`` and ``tasks`` may log, unless a team's code logs more."""
     found = dict[str, None]()
-    several = {"<name>": [*rewards], "<task>": [*tasks]}
+    numbers = [str(number) for number in range(1, COUNTED_TURNS + 1)]
+    several = {"<name>": [*rewards], "<task>": [*tasks], "<k>": numbers}
     for name in (*OURS, *OF_TRL, *OF_TRANSFORMERS):
         mark = next((mark for mark in several if mark in name), None)
         found |= dict.fromkeys([name] if mark is None else [name.replace(mark, one) for one in several[mark]])

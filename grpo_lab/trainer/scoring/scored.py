@@ -21,6 +21,7 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.generation.prompt_order import row_numbers
 from grpo_lab.trainer.metrics.book import length_quartiles, record_by_length, reward_metrics
 from grpo_lab.trainer.metrics.token_weight_log import pass_rates
+from grpo_lab.trainer.metrics.turn_metrics import record_turns
 from grpo_lab.trainer.ports import Faults, StepPort, row_key
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.row_table import Carried, loss_mask
@@ -93,6 +94,8 @@ class Scoring:
         of_all = tasks if trainer.lab_settings.tasks else None
         table = RewardTable(values, names, weights, size, steps=steps, lengths=lengths, tasks=of_all)
         self.seen = Rewarded(table, lengths, tokens_in_all, truncated.bool(), numbers)
+        if trainer.lab_settings.rollout.turns is not None:
+            record_turns(inputs, table, trainer.accelerator, trainer.recorder.book())
         if faults is not None and self._keys:
             first = trainer.accelerator.process_index * len(self._keys)
             faults.scored(names, self._keys, values[first : first + len(self._keys)].tolist(), first)
