@@ -87,7 +87,7 @@ class Carried:
             generation batch; only if a task has denominators of its own.
         pass_rate: float ``[B]``, share of right answers in the row's group, NaN if unknown; for
             ``token_weights_every``.
-        kept_tokens: long ``[B, T, K]``, the tokens that the engine kept at each place: ids + 1, and 0 for none; only
+        kept_tokens: int ``[B, T, K]``, the tokens that the engine kept at each place: ids + 1, and 0 for none; only
             with ``top_k`` and the sampler correction (``generation.kept_sets``).
         looked_logps: ``[B, T]``, the log-probs that the look found (``step.look``); only in a step that was looked at.
         looked_entropies: ``[B, T]`` in nats, likewise.

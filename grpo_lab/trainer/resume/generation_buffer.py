@@ -37,6 +37,7 @@ from trl import GRPOTrainer
 from grpo_lab.io import write_whole
 from grpo_lab.trainer.resume.state import STATE, SavedState, plain_metrics
 from grpo_lab.trainer.settings.correction import correction_in_force
+from grpo_lab.trainer.settings.limits import kept_by_engine
 from grpo_lab.trainer.trl_bridge import send_weights_again
 
 #: What a rank may find in a checkpoint, from best to worst; the worst of all ranks counts.
@@ -210,6 +211,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             "num_generations": trainer.num_generations,
             "beta > 0": trainer.beta != 0.0,
             "sampler correction": correction_in_force(trainer) is not None,
+            "top_k of its log-probs": kept_by_engine(args) or None,
         }
 
     def _completions(self) -> dict[str, Any] | None:

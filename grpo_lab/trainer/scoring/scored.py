@@ -185,7 +185,7 @@ def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str
     weighed = trainer.lab_settings.token_weights_every and trainer.model.training
     carried.policy_version = trainer.sampled_by(rows)
     if kept_by_engine(trainer.args) and trainer.model.training:
-        carried.kept_tokens = trainer.vllm_generation.kept.tensor(batch["completion_ids"])
+        carried.kept_tokens = trainer.vllm_generation.kept.tensor(batch["completion_ids"], batch["completion_mask"])
     mark_tasks(trainer, table, batch)
     if scored.forwards.corrected or weighed:
         carried.length_quartile = length_quartiles(scored.rewarded.lengths)[mine]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from grpo_lab.advantages import reads_values, takes_penalty
+from grpo_lab.advantages import reads_token_energy, reads_values, takes_penalty
+from grpo_lab.trainer.settings.limits import kept_by_engine
 
 #: (function that returns whether a ``conflicts.Case`` holds the conflict, message).
 OF_RULES: tuple[tuple[Callable[[Any], Any], str], ...] = (
@@ -26,6 +27,12 @@ OF_RULES: tuple[tuple[Callable[[Any], Any], str], ...] = (
         lambda c: c.args.num_generations < getattr(c.algorithm.advantage, "least_group", 0),
         "`num_generations` is {args.num_generations}, and with the advantage rule {algorithm.names[advantage]!r} all "
         "advantages are 0 in groups of fewer than {algorithm.advantage.least_group}: raise it, or lower `advantage.k`",
+    ),
+    (
+        lambda c: kept_by_engine(c.args) > 0 and reads_token_energy(c.algorithm.advantage),
+        "`top_k`={args.top_k} and the advantage rule {algorithm.names[advantage]!r} do not combine: its squared norms "
+        "of scores are over the whole vocabulary, and log-probs among the tokens that the engine kept; leave one of "
+        "them out",
     ),
     (
         lambda c: (

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
@@ -79,23 +79,25 @@ RANGES: dict[str, Range] = {
     "eval_steps": _FINITE,  # 0: as `logging_steps`
     "max_steps": ("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
 }
-#: Numbers of TRL's loss, each with the words for what is allowed: TRL reads them when it computes the loss, or never.
+#: Settings of TRL's loss and of sampling, each with the words for what is allowed: TRL and the engine read them when
+#: they compute the loss or generate, or never.
 OF_THE_LOSS: dict[str, str] = {
     **dict.fromkeys(
         (
             *("beta", "epsilon", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
             *("entropy_target", "top_entropy_quantile", "sapo_temperature_neg", "sapo_temperature_pos"),
-            *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+            *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "temperature"),
         ),
         "a number",
     ),
     **dict.fromkeys(
         (
             *("epsilon_high", "delta", "off_policy_mask_threshold"),
-            *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+            *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max", "top_p", "min_p"),
         ),
         "a number, or left out",
     ),
+    "top_k": "a whole number, or left out",
     **dict.fromkeys(
         ("cast_lm_head_to_fp32", "use_adaptive_entropy", "use_bias_correction_kl", "mask_truncated_completions"),
         "true or false",
@@ -113,7 +115,8 @@ EARLIER = "settings of earlier releases that were renamed or removed: release no
 
 
 def check_loss(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for a setting of TRL's loss that is of another kind than it must be: null, text, NaN."""
+    """Raise ValueError for a setting of TRL's loss or of sampling that is of another kind than it must be: null, text,
+    NaN."""
     for name, words in OF_THE_LOSS.items():
         value = values[name]
         if words == "true or false":
@@ -122,6 +125,8 @@ def check_loss(values: Mapping[str, Any]) -> None:
             fits = isinstance(value, str)
         else:
             number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+            if words.startswith("a whole number"):
+                number = number and isinstance(value, Integral)
             fits = number or (value is None and words != "a number")
         if not fits:
             raise ValueError(f"`{name}` is {value!r}; it must be {words}")

@@ -107,6 +107,10 @@ class ExactUpdate:
         self.weights.add_rows(inputs)
         record_live(self.trainer, inputs)
         if found.stock is not None:
+            if Carried(inputs).kept_tokens is not None:
+                raise ValueError(
+                    f"`top_k`: log-probs among the tokens that the engine kept need the exact update; {found.stock}"
+                )
             if last:
                 self._old.before_update_in_trls_batches()
             loss = trls()

@@ -47,7 +47,7 @@ def completion_log_probs(
     backbone, as one row of ``shift_labels``, and nobody waits. This is not done under ``torch.compile``, where it
     depends on a setting of torch whether a changed hook is noticed.
 
-    ``kept`` long ``[B, L - 1, K]``: the tokens that each label is scored among (``trl_bridge.kept``); None: all.
+    ``kept`` int ``[B, L - 1, K]``: the tokens that each label is scored among (``trl_bridge.kept``); None: all.
     """
     mask = {}
     if attention_mask is not None:

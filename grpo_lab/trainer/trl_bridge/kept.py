@@ -31,10 +31,10 @@ def kept_scores(
     Args:
         hidden: ``[n, H]``; ``weight``: ``[V, H]``, ``bias``: ``[V]``, those of the head.
         labels: long ``[n]``, the scored tokens, each in its set.
-        kept: long ``[n, K]``, the sets: token ids + 1, and 0 for no token.
+        kept: int ``[n, K]``, the sets: token ids + 1, and 0 for no token.
     """
     there = kept > 0
-    ids = (kept - 1).clamp(min=0)
+    ids = (kept - 1).clamp(min=0).long()
     logits = torch.einsum("nh,nkh->nk", hidden, weight[ids])
     if bias is not None:
         logits = logits + bias[ids]

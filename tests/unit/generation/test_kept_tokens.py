@@ -62,15 +62,19 @@ def test_an_answer_holds_whole_sets_or_is_refused() -> None:
     half = math.log(0.5)
     names, values = [[[4, 9, 2], [7, 1, 3]]], [[[half, half, -math.inf], [0.0, -math.inf, None]]]
     taker = KeptSets(2)
-    assert taker.logprobs == 4
+    assert [KeptSets(most).logprobs for most in (0, 2, 40)] == [0, 18, 80]
     answer = taker.taken(([[1]], [[9, 7]], values, names))
     assert answer == ([[1]], [[9, 7]], [[[half], [0.0]]], [[[9], [7]]])
-    found = taker.tensor(torch.tensor([[9, 7, 0]]))
+    found = taker.tensor(torch.tensor([[9, 7, 0]]), torch.tensor([[1, 1, 0]]))
     assert found is not None
-    assert found.tolist() == [[[5, 10], [8, 0], [0, 0]]]
+    assert found.shape == (1, 3, 19)  # as wide on every rank, and in every batch
+    assert found[0, :, :2].tolist() == [[5, 10], [8, 0], [0, 0]]
+    assert not found[..., 2:].any()
     with pytest.raises(ValueError, match=r"probability 0\.500000 together"):
-        taker.taken(([[1]], [[9]], [[[half]]], [[[9]]]))
-    with pytest.raises(ValueError, match="was last asked for 0 completions, and the batch has 2"):
-        KeptSets.tensor(taker, torch.zeros(2, 1))
+        KeptSets(2).taken(([[1]], [[9]], [[[half]]], [[[9]]]))
+    others = [([[9, 7, 0]] * 2, [[1, 1, 0]] * 2), ([[9, 8, 0]], [[1, 1, 0]]), ([[9, 7, 5]], [[1, 1, 1]])]
+    for ids, mask in others:  # more rows, another turn's tokens, a tool's answer behind them
+        with pytest.raises(ValueError, match="completions are not the 1 that the engine made last"):
+            taker.tensor(torch.tensor(ids), torch.tensor(mask))
     assert KeptSets(0).taken(answer) is answer
-    assert KeptSets(0).tensor(torch.zeros(2, 1)) is None
+    assert KeptSets(0).tensor(torch.zeros(2, 1), torch.zeros(2, 1)) is None

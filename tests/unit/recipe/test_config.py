@@ -89,6 +89,10 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"objective": "grpo", "use_vllm": True, "vllm_mode": "colocate", "top_k": 8, "beta": 0.1},
         ("`top_k`=8", "`beta`"),
     ),
+    "kept sets and norms of scores over all tokens": (
+        {"objective": "grpo", "use_vllm": True, "top_k": 8, "advantage": "optimal_token_baseline"},
+        ("`top_k`=8", "'optimal_token_baseline'"),
+    ),
     "kept sets without an objective": ({"use_vllm": True, "top_k": 8}, ("`top_k`=8", "`objective`")),
     "unknown preset": ({"objective": "dr-grpo"}, ("'dr-grpo'", "dr_grpo")),
     "unknown surrogate": ({"objective": {"name": "grpo", "surrogate": "cliped"}}, ("'cliped'", "clipped")),
