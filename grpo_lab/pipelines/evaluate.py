@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import filterfalse, islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from grpo_lab.recipe.sections import (
     PluginSection,
     RewardSection,
     template_kwargs_of,
+    turns_in,
 )
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml
 from grpo_lab.registry import modules_beside
@@ -372,7 +373,7 @@ def _in_the_turns_of(section: Any, written: Mapping[str, Any], flat: Mapping[str
     of_run = {name: _as_written(written[name]) for name in ("tools", "environment_factory") if written.get(name)}
     if not isinstance(section, Mapping) or not of_run or {"tools", "environment_factory"} & section.keys():
         return section
-    return {**section, **of_run, "turns": (flat.get("rollout") or {}).get("turns") or {}}
+    return {**section, **of_run, "turns": asdict(turns_in(flat))}
 
 
 def _as_written(section: Any) -> Any:

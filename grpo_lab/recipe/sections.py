@@ -284,14 +284,22 @@ class Recipe:
         own = self.evaluation
         if own is None or own.in_turns or not (self.tools or self.environment_factory):
             return
-        limits = (self.arguments.get("rollout") or {}).get("turns")
-        turns = read(TurnSettings, limits or {}, "rollout.turns")
+        turns = turns_in(self.arguments)
         asked = replace(own, tools=self.tools, environment_factory=self.environment_factory, turns=turns)
         object.__setattr__(self, "evaluation", asked)
 
     @property
     def output_dir(self) -> Path:
         return Path(str(self.arguments.get("output_dir") or f"runs/{self.name}"))
+
+
+def turns_in(arguments: Mapping[str, Any]) -> TurnSettings:
+    """Return the limits of turns of a training, for its evaluation."""
+    turns = read(TurnSettings, (arguments.get("rollout") or {}).get("turns") or {}, "rollout.turns")
+    calls = arguments.get("max_tool_calling_iterations")
+    if turns.max_turns is None and calls is not None:
+        return replace(turns, max_turns=int(calls) + 1)
+    return turns
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:

@@ -123,11 +123,9 @@ def test_two_steps(name: str, tmp_path: Path) -> None:
         "cold_start.data.n": 32,
         "cold_start.max_steps": 30,
         "cold_start.per_device_train_batch_size": 8,
-        "eval_dataset.n": 4,
-        "eval_strategy": "no",
+        "evaluation.data.n": 4,
         "num_generations": 2,
         "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
         "max_tool_calling_iterations": 2,
         "max_steps": 2,
     }
@@ -136,3 +134,6 @@ def test_two_steps(name: str, tmp_path: Path) -> None:
     steps = [line for line in logged if "tools/call_frequency" in line and "reward" in line]
     assert len(steps) == 2
     assert outcome.report is not None
+    assert outcome.after is not None
+    assert outcome.after.n_problems == 4
+    assert all(one.transcript for one in outcome.after.outcomes)
