@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
@@ -130,6 +131,7 @@ def test_rewards_get_the_turns_of_their_completions_also_in_an_evaluation(
     [
         {"update": {"dead_groups": "resample", "max_rounds": 2}},
         {"num_iterations": 2, "max_steps": 2},
+        {"update": {"share_prompts": "on"}},
         {"objective": None, "loss_type": "dr_grpo", "scale_rewards": "none"},
     ],
     ids=str,
@@ -140,6 +142,18 @@ def test_it_trains_as_with_trls_loop(changes: dict[str, Any], models: dict[str, 
     assert script == same
     weights = stock.model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in ours.model.state_dict().items())
+
+
+@pytest.mark.not_fast
+def test_an_adapter_trains_as_with_trls_loop(models: dict[str, Path], tmp_path: Path) -> None:
+    adapters = []
+    for turns in ({}, None):
+        lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        torch.manual_seed(0)
+        found, _ = scripted(models, tmp_path, config(tmp_path, {"turns": turns}), peft_config=lora)
+        adapters.append({name: value for name, value in found.model.state_dict().items() if "lora" in name})
+    assert adapters[0]
+    assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())
 
 
 @pytest.mark.not_fast
