@@ -442,6 +442,7 @@ def test_flex_attention_is_served_but_on_a_cpu() -> None:
     run = trainer_of(model)
     run.lab_settings = SimpleNamespace(update=SimpleNamespace(is_off=False))
     run.algorithm = SimpleNamespace(value=None)
+    run.args = None
     assert (why_unshared(model), _of_run(run).split(" (")[0]) == ("", "FlexAttention has no backward on a CPU")
 
 

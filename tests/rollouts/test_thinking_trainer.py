@@ -94,7 +94,7 @@ def test_bad_settings_are_named(rollout: dict[str, Any], changes: dict[str, Any]
     ("changes", "setting"),
     [
         ({"top_p": 0.9}, "`top_p`=0.9"),
-        ({"top_k": 20}, "`top_k`=20"),
+        ({"top_k": 65}, "`top_k`=65"),
         ({"min_p": 0.05}, "`min_p`=0.05"),
         ({"repetition_penalty": 1.1}, "`repetition_penalty`=1.1"),
         ({"generation_kwargs": {"top_p": 0.9}}, "`generation_kwargs.top_p`=0.9"),

@@ -40,7 +40,7 @@ from grpo_lab.engines.vllm.presence import why_not
 from grpo_lab.engines.vllm.talk import ServerGone, wait_until_ready
 from grpo_lab.io import looks_local
 from grpo_lab.sandbox.kernel import die_with_parent
-from grpo_lab.signals import handle
+from grpo_lab.signals import handle, put_back
 
 HOST = "127.0.0.1"
 #: Time within which a server must be up, in seconds.
@@ -352,7 +352,7 @@ def serve(options: ServerOptions, *, start_timeout: float = START_TIMEOUT, log: 
     if (why := why_not()) is not None:
         raise ValueError(f"`grpo-lab serve` starts an engine, and {why}")
     refuse_beyond_positions(options.engine.max_model_len, config_of(options.model), "--max-model-len")
-    handle(signal.default_int_handler, signal.SIGTERM)  # as Ctrl-C, so that the server ends with this process
+    before = handle(signal.default_int_handler, signal.SIGTERM)  # as Ctrl-C: the server ends with this process
     if not options.is_local:
         print(f"grpo-lab: warning: {exposed(options)}", file=sys.stderr, flush=True)
     print(f"grpo-lab: starting vLLM for {options.model} at {options.base_url} …", flush=True)
@@ -375,6 +375,8 @@ def serve(options: ServerOptions, *, start_timeout: float = START_TIMEOUT, log: 
     except KeyboardInterrupt:
         print("grpo-lab: the server was stopped", flush=True)
         return 0
+    finally:
+        put_back(before)
     raise ServerGone(f"the vLLM server {how}" + (f"; see {log}" if log else ""))
 
 

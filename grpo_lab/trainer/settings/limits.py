@@ -144,6 +144,8 @@ def kept_by_engine(args: Any) -> int:
     """Return ``top_k`` where the run's log-probs are among the tokens that the engine keeps; else 0. They are where the
     engine cuts its distribution (``top_p``, ``top_k``, ``min_p``), its log-probs are corrected for, and the loss is
     ours."""
+    if args is None:  # an engine without a trainer
+        return 0
     top_k = args.top_k or 0
     corrects = args.use_vllm and args.vllm_importance_sampling_correction
     if not corrects or getattr(args, "objective", None) is None or not 0 < top_k <= MOST_KEPT:

@@ -191,6 +191,7 @@ def test_calls_whose_answer_was_taken_back_were_made_all_the_same() -> None:
 
 def test_an_error_of_the_engine_leaves_no_call_on_its_way_and_the_loop_can_go_on() -> None:
     calls: list[int] = []
+    before = set(threading.enumerate())  # hanging tools of other tests
 
     def tool(a: int) -> int:
         time.sleep(0.2)
@@ -219,7 +220,7 @@ def test_an_error_of_the_engine_leaves_no_call_on_its_way_and_the_loop_can_go_on
     assert sorted(calls) == [0, 1, 2]  # none was made twice
     assert [one.ended for one in begun] == ["answered"] * 3
     tools.close()
-    at_work = [thread for thread in threading.enumerate() if thread.name == "turns: tool"]
+    at_work = [thread for thread in threading.enumerate() if thread.name == "turns: tool" and thread not in before]
     for thread in at_work:
         thread.join(5)
     assert not any(thread.is_alive() for thread in at_work)

@@ -53,7 +53,7 @@ def test_what_is_ours_begins_with_our_name() -> None:
     of_us = {"as_generated", "unmoved", "policy_version", "length_quartile", "position_offset", "old_values", "returns"}
     of_us |= {"pass_rate", "bonus_tokens", "group_tokens"}
     of_us |= {"task", "task_rows", "task_tokens"}
-    of_us |= {"looked_logps", "looked_entropies"}
+    of_us |= {"looked_logps", "looked_entropies", "kept_tokens"}
     assert ours == of_us
 
 
