@@ -317,7 +317,7 @@ def test_a_dry_run_renders_a_recipe_s_tools_as_training_does(world: World) -> No
         "tools": ["rows_of_one_rendering:multiply"],
         "cold_start": None,
     }
-    with pytest.raises(ValueError, match="`evaluation.every` does not combine with `tools`"):
+    with pytest.raises(ValueError, match=r"`evaluation\.every` does not combine with `tools`"):
         recipe_from(alone)
     recipe = recipe_from({**alone, "evaluation": None})
     shown = ast.literal_eval(first_prompt(numbers_read(recipe), [{"prompt": prompt} for prompt in BOTH], [multiply]))
