@@ -130,7 +130,7 @@ def test_the_same_model_is_passed_dense(model: Any, dense: Any, tokenizer: Any) 
     assert all(gap.outside == 0.0 for gap in found.turns.values())
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["unmerged", "merged"])
+@pytest.mark.parametrize("merged", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["unmerged", "merged"])
 def test_the_same_adapter_is_passed(merged: bool, model: Any, with_adapters: Any, tokenizer: Any) -> None:
     adapted = lora(model)
     files = AdapterFiles(adapted)
@@ -218,7 +218,10 @@ def test_another_template(model: Any, dense: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "rotary",
-    [{"rope_type": "default", "rope_theta": 1e6}, {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}],
+    [
+        {"rope_type": "default", "rope_theta": 1e6},
+        pytest.param({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, marks=pytest.mark.thorough),
+    ],
     ids=["theta", "scaling"],
 )
 def test_other_rotary_settings_of_the_engine(rotary: Any, folder: Path, model: Any, tokenizer: Any) -> None:
@@ -258,6 +261,7 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         yield options.base_url
 
 
+@pytest.mark.thorough
 def test_a_server_dense_and_with_an_adapter(
     served: str, folder: Path, model: Any, tokenizer: Any, tmp_path: Path, capfd: Any
 ) -> None:
