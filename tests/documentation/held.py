@@ -86,6 +86,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     # launchers and scripts
     "accelerate launch *": "tests/distributed/test_real_run.py::test_trains_for_real",
     "sbatch *": "tests/recipes/test_launch_files.py::test_two_train_and_one_serves",
+    "python scripts/turns_through_templates.py": "tests/unit/turns/test_dialogue.py::test_turns_go_through_templates",
     "python scripts/check_upstream.py *": "tests/unit/scripts/test_check_upstream.py::test_what_moved_is_named",
     "python scripts/simulate_balance.py*": (
         "tests/unit/update/test_update_plan_simulation.py::test_ranks_are_even_on_real_lengths"

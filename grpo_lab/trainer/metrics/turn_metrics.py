@@ -32,7 +32,7 @@ def record_turns(
     inputs: Sequence[Mapping[str, Any]], table: RewardTable, accelerator: Accelerator, book: MetricBook
 ) -> None:
     """Log the turns of a generation batch (a collective). ``inputs``: this rank's rows; ``table``: rewards of all."""
-    made: list[Turns] = [row[TURNS_COLUMN] for row in inputs]
+    made: list[Turns] = [row.get(TURNS_COLUMN, ()) for row in inputs]  # none: a team's loop, refused after the step
     first = accelerator.process_index * len(made)
     found = sums_of(made) | sums_by_turn(made, scores_of(table, slice(first, first + len(made)), made))
     local = torch.tensor([list(found.values())], dtype=torch.float32, device=accelerator.device)
