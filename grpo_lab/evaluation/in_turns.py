@@ -44,7 +44,8 @@ class RoundsOf:
         self._asked[key] = (ids, room)
 
     def collect(self, wait: float) -> list[tuple[int, TurnTokens]]:
-        asked, self._asked = self._asked, {}
+        asked = self._asked
+        self._asked = {}
         made = {key: TurnTokens([], [], 0) for key in asked}
         open_rows = [key for key, (_, room) in asked.items() if room > 0]
         while open_rows:
@@ -108,11 +109,15 @@ class TurnGenerator:
 
     def schemas(self) -> list[Callable[..., Any]]:
         """Return what the chat template is told that the model may call."""
-        return [*self.tools, *self._tools_of(None if self.environment is None else self.environment()).values()]
+        if self.environment is None:
+            return list(self.tools)
+        return [*self.tools, *self._tools_of(self.environment()).values()]
 
     def observed(self, row: Row) -> Any:
         """Return a row's prompt with what its environment says at the start, as TRL puts it into the last message."""
-        return row["prompt"] if self.environment is None else with_observation(row, self.environment())
+        if self.environment is None:
+            return row["prompt"]
+        return with_observation(row, self.environment())
 
     def written(
         self,
@@ -126,8 +131,10 @@ class TurnGenerator:
     ) -> list[list[Completion]]:
         """Return n completions of each row, whose prompt is in ``prompts`` as tokens. Raise ValueError if a prompt is
         no messages, or if an environment begins otherwise than before."""
-        environments = [self._begun(row) for row in rows for _ in range(n)]
-        offers = [Offer({**named(self.tools), **self._tools_of(one)}, self.schemas()) for one in environments]
+        said = [self.observed(row) for row in rows]
+        environments = [self._begun(*one) for one in zip(rows, said, strict=True) for _ in range(n)]
+        schemas = self.schemas()
+        offers = [Offer({**named(self.tools), **self._tools_of(one)}, schemas) for one in environments]
         context = self.context or sys.maxsize
         limits = LoopLimits(
             max_turns=self.settings.max_turns or sys.maxsize,
@@ -135,24 +142,26 @@ class TurnGenerator:
             context=context,
             ends=self.ends,
             turn_tokens=self.settings.turn_tokens,
+            max_concurrent=self.settings.max_concurrent,
             answers_unparsable=self.settings.unparsable == "answer",
         )
         begun = [Trajectory.begin(ids) for ids in prompts for _ in range(n)]
         engine = RoundsOf(self.generate, temperature, seed, context, self.ends)
         calls = ToolCalls(self.settings, self.dialogue.cut)
         try:
+            calls.check(named(schemas))
             made = TurnLoop(begun, offers, engine, self.dialogue, calls, limits).run()
         finally:
             calls.close()
         found = [self._completion(*one) for one in zip(made, environments, strict=True)]
         return [found[start : start + n] for start in range(0, len(found), n)]
 
-    def _begun(self, row: Row) -> Any:
-        """Return a new environment at the start of a row."""
+    def _begun(self, row: Row, said: Any) -> Any:
+        """Return a new environment at the start of a row, where it says ``said`` again."""
         if self.environment is None:
             return None
         environment = self.environment()
-        if with_observation(row, environment) != self.observed(row):
+        if with_observation(row, environment) != said:
             raise ValueError(
                 f"{type(environment).__name__}.reset says another thing each time for one row, so the model would be "
                 "asked another prompt than the one that is reported: draw from what the row holds, as from a seed in it"

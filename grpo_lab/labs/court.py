@@ -24,7 +24,8 @@ REFERENCE = "grpo"
 FRESH, OLDEST = "0 old", "4 old"
 ROUNDED = ", bf16"
 ACCURACY, MOST = "pass@1", "pass@16"
-TOLD_APART, NOT_TOLD_APART = COLOURS[1], COLOURS[4]
+TOLD_APART = COLOURS[1]
+NOT_TOLD_APART = COLOURS[4]
 WIDEST = (-75, 50)
 """Points of pass@1 that a panel of the figure shows."""
 Values = Mapping[int, float]

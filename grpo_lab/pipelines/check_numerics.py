@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -82,7 +81,10 @@ def run(known: argparse.Namespace) -> int:
         raise ValueError("--server: the engine's options are those of `grpo-lab serve`; leave them out here")
     prompts = _prompts(known.data, known.prompts)
     model, tokenizer = load_saved_model(known.model, use_cpu=False, tokenizer=known.tokenizer)
-    model = model.to(torch.bfloat16 if known.trainer == "bfloat16" else torch.float32)
+    trained_in = torch.float32
+    if known.trainer == "bfloat16":
+        trained_in = torch.bfloat16
+    model = model.to(trained_in)
     files = None
     if known.adapter is not None:
         from peft import PeftModel
@@ -99,18 +101,23 @@ def run(known: argparse.Namespace) -> int:
     stops = stop_token_ids(model.generation_config, tokenizer)
     transcripts = write_transcripts(engine, tokenizer, stops, prompts, known.turns, min(known.length, engine.context))
     autocast = known.trainer == "autocast"
+    if autocast:
+        trained_in = torch.bfloat16
     found = measure(model, engine, transcripts, template, autocast)
-    return _report(known, engine, found, model.dtype if not autocast else torch.bfloat16)
+    return _report(known, engine, found, trained_in)
 
 
 def _engine(known: argparse.Namespace, options: EngineOptions, model: Any, files: AdapterFiles | None) -> AskedEngine:
     if known.server is not None:
         return ServedEngine(known.server, known.token_file)
     room = options.max_model_len or known.length + 1
+    rank = None
+    if files is not None:
+        rank = files.max_rank
     start = engine_factory(
         replace(options, max_model_len=room),
         trainer_dtype=model.dtype,
-        max_lora_rank=None if files is None else files.max_rank,
+        max_lora_rank=rank,
     )
     arguments = {"logprobs_mode": "processed_logprobs", "max_num_seqs": max(known.prompts, PREFIXES)}
     return ColocatedEngine(start(model=known.model, gpu_memory_utilization=SHARE_OF_GPU, **arguments))
@@ -193,7 +200,9 @@ def write_transcripts(
         found = [one.with_own(ids, told, 0) for one, (ids, told) in zip(found, written, strict=True)]
         if turn < turns:
             for row, one in enumerate(found):
-                closing = [] if one.ids[-1] in stops else [stops[0]]
+                closing = []
+                if one.ids[-1] not in stops:
+                    closing = [stops[0]]
                 answer = tool_tokens(tokenizer, prompts[row], stops, room - len(closing), turns * row + turn)
                 found[row] = one.with_foreign([*closing, *answer])
     return found
@@ -205,7 +214,7 @@ def trainer_reads(model: Any, rows: Rows, written: Rows, autocast: bool = False)
     was written alone: all of them may not fit."""
     device = next(model.parameters()).device
     found = []
-    with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         for row, ids in zip(rows, written, strict=True):
             whole = torch.tensor([[*row, *ids]], device=device)
             logits = model(input_ids=whole, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1]

@@ -225,7 +225,8 @@ def switched_on(name: str, written: Any) -> bool:
     return isinstance(written, list) and any(switched_on(name, one) for one in written)
 
 
-LONGEST_NAME, LONGEST_PATH = 255, 3800
+LONGEST_NAME = 255
+LONGEST_PATH = 3800
 """Largest number of bytes of a file's name, and of a folder's path. Linux takes paths of 4,095 bytes, of which the
 files inside need some."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from grpo_lab.rewards.steps import StepReward, StepScores, TokenIds
+from grpo_lab.rewards.steps import StepReward, StepScores, TokenIds, mean_score
 from grpo_lab.turns.trajectory import Turn
 from grpo_lab.turns.turn_settings import TURNS_COLUMN
 
@@ -55,8 +55,8 @@ class TurnRewards(StepReward):
         if self.score is not None or TURNS_COLUMN in columns:
             return super().means(prompts, completions, completion_ids=completion_ids, **columns)
         found = self._asked(completions, [None] * len(completions), columns)
-        known = [[score for score in scores if score is not None] for scores in found]
-        return [math.fsum(scores) / len(scores) if scores else None for scores in known]
+        numbered = [[(place, score) for place, score in enumerate(scores)] for scores in found]
+        return [mean_score(steps) for steps in numbered]
 
     def _asked(self, completions: Sequence[Any], turns: Sequence[Any], columns: Mapping[str, Any]) -> list[Any]:
         """Return what the environments or the function answer for each completion."""
@@ -157,8 +157,11 @@ def by_call(turns: Sequence[Turn], scores: Scores) -> list[float | None]:
     end = 0
     for count in answered:
         known = [score for score in scores[end : end + count] if score is not None]
-        found.append(math.fsum(known) if known else None)
         end += count
+        if known:
+            found.append(math.fsum(known))
+        else:
+            found.append(None)
     return found
 
 
@@ -231,4 +234,6 @@ class JudgedByEnvironment:
 
 def answer_of(answer: Any) -> Any:
     """Return an answer, or what it gives once it is awaited."""
-    return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+    if not inspect.isawaitable(answer):
+        return answer
+    return asyncio.run(_awaited(answer))

@@ -28,6 +28,7 @@ from grpo_lab.runs.console import count_of, describe
 from grpo_lab.runs.stage import Facts, Workspace
 from grpo_lab.settings import Positive, Switch, Whole, settings
 from grpo_lab.stages.sample import LoadedGenerator, load_generator
+from grpo_lab.turns.template_check import check_template
 from grpo_lab.turns.turn_settings import TurnSettings
 
 EVALUATION = "evaluation"
@@ -300,10 +301,13 @@ def in_turns(section: EvaluationSection, loaded: LoadedGenerator, template_kwarg
     """Return the generator of an evaluation with tools or in an environment."""
     from grpo_lab.trainer.generation.trajectories import dialogue_for
 
+    limits = section.turns or TurnSettings()
+    dialogue = dialogue_for(loaded.tokenizer, loaded.stops, template_kwargs)
+    check_template(dialogue, limits.earlier_thinking)
     return TurnGenerator(
         loaded.generate,
-        dialogue_for(loaded.tokenizer, loaded.stops, template_kwargs),
-        section.turns or TurnSettings(),
+        dialogue,
+        limits,
         build.tools_of(section),
         build.environment_of(section),
         loaded.context,

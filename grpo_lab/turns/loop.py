@@ -92,7 +92,9 @@ class OwnTokens:
         if self.logprobs is not None and made.logprobs is not None:
             logprobs = (*self.logprobs, *made.logprobs[:room])
         own = made.ids[:room]
-        version = made.version if self.version is None else self.version
+        version = self.version
+        if version is None:
+            version = made.version
         return OwnTokens((*self.ids, *own), (*self.mask, *[1] * len(own)), logprobs, version)
 
     def inserted(self, ids: Sequence[int]) -> OwnTokens:
@@ -127,7 +129,9 @@ class TurnLoop:
     ) -> None:
         self.trajectories = trajectories
         self.offers = offers
-        self.engine = engine if journal is None else journal.engine(engine)
+        self.engine = engine
+        if journal is not None:
+            self.engine = journal.engine(engine)
         self.dialogue = dialogue
         self.tools = tools
         self.limits = limits
@@ -245,7 +249,9 @@ class TurnLoop:
         parsed = self.dialogue.parsed(list(written.ids), before.so_far, self.offers[key].schemas)
         unreadable = parsed.unparsable
         cut = self._cut(before, written)
-        last = replace(one.turns[-1], limit="turn_tokens" if cut == "turn_tokens" else None)
+        last = one.turns[-1]
+        if cut == "turn_tokens":
+            last = replace(last, limit=cut)
         one = replace(one, messages=[*one.messages, parsed.message], turns=(*one.turns[:-1], last))
         self.trajectories[key] = one
         calls = parsed.message.get("tool_calls")
@@ -258,8 +264,10 @@ class TurnLoop:
             self._answer(key, [Call("unknown", None, UNREADABLE, failure="unparsable", tries=0)])
         elif cut is not None:
             self._end(key, one, cut)
+        elif unreadable:
+            self._end(key, one, "unparsable")
         else:
-            self._end(key, one, "unparsable" if unreadable else "answered")
+            self._end(key, one, "answered")
 
     def _cut(self, before: Trajectory, written: OwnTokens) -> str | None:
         """Return the limit that cut a turn: ``completion`` (the context, too) or ``turn_tokens``; None if none did."""

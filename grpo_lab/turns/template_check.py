@@ -31,7 +31,8 @@ def check_template(dialogue: ChatDialogue, earlier_thinking: str = "keep") -> tu
     differences: list[str] = []
     if seen != anew:
         at = next((place for place, pair in enumerate(zip(seen, anew, strict=False)) if pair[0] != pair[1]), len(anew))
-        was, becomes = seen[at : at + 24], anew[at : at + 24]
+        was = seen[at : at + 24]
+        becomes = anew[at : at + 24]
         differences.append(f"writes {becomes!r} where an earlier turn had {was!r}")
     thought = _written(dialogue, dict.fromkeys(THOUGHTS, THOUGHT))
     if THOUGHT not in thought:

@@ -28,7 +28,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 CUTS = ("top_p", "top_k", "min_p")
 """Settings that leave tokens out of the engine's distribution. With ``top_k`` up to ``MOST_KEPT`` the trainer's
 log-probs are among those that stayed (``generation.kept_sets``)."""
-LOWEST, HIGHEST = 0.01, 2.0
+LOWEST = 0.01
+HIGHEST = 2.0
 """Range of temperatures. vLLM raises a lower one (other than 0, greedy) to the lowest without an error."""
 
 
@@ -39,19 +40,22 @@ def _cut(case: Any) -> tuple[str, Any, Any] | None:
     The engine's log-probs are of the distribution that it sampled from, truncated and renormalised; the trainer's are
     not. So the ratio would be below 1 at every token even on-policy. See ``docs/algorithms/sampler_correction.md``.
     """
+    if not case.corrects:
+        return None
     extra = case.args.generation_kwargs or {}
     exact: tuple[str, ...] = ()
     if kept_by_engine(case.args):
         exact = CUTS
-    for name, allowed in NEUTRAL.items() if case.corrects else ():
+    for name, allowed in NEUTRAL.items():
         if name in exact and name not in extra:
             continue
+        setting = name
+        value = getattr(case.args, name, None)
         if name in extra:
+            setting = f"generation_kwargs.{name}"
             value = extra[name]
-        else:
-            value = getattr(case.args, name, None)
         if value not in allowed:
-            return f"generation_kwargs.{name}" if name in extra else name, value, allowed[-1]
+            return setting, value, allowed[-1]
     return None
 
 
