@@ -230,7 +230,7 @@ class Estimates:
         if "section" in s:
             jobs.append(("generated", s["data"], _answers(s["section"]) * (2 if s["against"] else 1), length))
         elif "n_samples" in s:
-            jobs.append(("generated", s["data"], s["n_samples"] * rounds, length))
+            jobs.append(("generated", s.get("data"), s["n_samples"] * rounds, length))
         if guess := getattr(s.get("filters"), "guessable", None):
             jobs.append(("generated", s["data"], guess.tries, guess.max_new_tokens))
         if held_out is not None:

@@ -39,7 +39,8 @@ from grpo_lab.stages.held_out import EVALUATION, Evaluate
 from grpo_lab.stages.mix import Build, Fusion
 from grpo_lab.stages.sample import Sample
 from grpo_lab.stages.select import Select
-from grpo_lab.stages.supervised import ColdStart, Distill, Dpo, Merge, RewardModel, Simpo, Train
+from grpo_lab.stages.step_labels import StepLabels
+from grpo_lab.stages.supervised import ColdStart, Distill, Dpo, Merge, RewardModel, Simpo, StepRewardModel, Train
 from grpo_lab.stages.traces import FilterTraces
 from grpo_lab.trainer.scoring.preference_training import FOLDER
 
@@ -133,6 +134,8 @@ KINDS: dict[str, Any] = {
     "filter": FilterTraces,
     "build": Build,
     "reward_model": RewardModel,
+    "step_labels": StepLabels,
+    "step_reward_model": StepRewardModel,
     "evaluate": Evaluate,
     "rl": whole_command(recipe_from, train, plan_of_training, _of_training, model=".", preference=FOLDER),
     "curate": whole_command(curation_recipe_from, curate, plan_of_curation, _of_curation, rows="curated.jsonl"),

@@ -1,7 +1,7 @@
 """``TokenClassificationSteps``: score every step by a process reward model, a Hugging Face token classifier.
 
-The input is that of TRL's ``PRMTrainer``: the prompt, then each step and a separator, tokenized part by part. The label
-of a step is at its last token.
+The input is that of TRL's former ``PRMTrainer``, and of the stage `step_reward_model`: the prompt, then each step and a
+separator, tokenized part by part. The label of a step is at its last token.
 """
 
 from __future__ import annotations
@@ -112,6 +112,11 @@ class TokenClassificationSteps(SplitStepReward):
         if columns.get("log_metric") is not None and asked:
             columns["log_metric"](f"{self.name}/beyond_share", (asked - scored) / asked)
         return scores
+
+    def read(self, prompt: Any, steps: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Return what the model reads of a solution: token ids, and the index of each step's last token. Steps beyond
+        ``max_length`` have none."""
+        return self._read(self._prompt_ids(prompt), steps)
 
     def _read(self, prompt: list[int], steps: Sequence[str]) -> tuple[list[int], list[int]]:
         """Return one completion as the reward model reads it: token ids, and the index of the last token of each

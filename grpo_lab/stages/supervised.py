@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 from grpo_lab.curation import average_weights
 from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.data.fusion import CONTINUES, goes_on
+from grpo_lab.evaluation.step_accuracy import step_accuracy
 from grpo_lab.io import whole_folder
 from grpo_lab.recipe.ahead import check_whole_model, known_model, to_come
 from grpo_lab.recipe.checks import check_trackers, cold_start_rows
@@ -19,7 +20,8 @@ from grpo_lab.recipe.data import load_rows, rows_here
 from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.sections import ColdStartSection, DataSection, ModelSection, TemplateKwargs
-from grpo_lab.rewards.preference import PreferenceReward
+from grpo_lab.rewards.preference import PreferenceReward, holds_out
+from grpo_lab.rewards.token_classification import TokenClassificationSteps
 from grpo_lab.runs.console import describe, settings_in_words
 from grpo_lab.runs.metrics import MetricsFile, cut_metrics
 from grpo_lab.runs.stage import Facts, Workspace
@@ -105,8 +107,6 @@ class RewardModel(Train):
             raise ValueError("`chat_template_kwargs` has no effect on a reward model; leave it out")
 
     def run(self, workspace: Workspace, reference: Any = None, made_from: Any = None) -> Facts:
-        from grpo_lab.rewards.preference import PreferenceReward, holds_out
-
         rows = self.read()
         held = [row for row in rows if holds_out(row["prompt"], self.held_out)]
         learned = [row for row in rows if not holds_out(row["prompt"], self.held_out)]
@@ -116,6 +116,36 @@ class RewardModel(Train):
         facts = learn(self, workspace, "reward", self.model, tokenizer, learned, made_from)
         right = PreferenceReward(str(workspace.folder / MODEL)).pair_accuracy(held)
         return facts | {"rows": len(learned), "held_out": len(held), "pair_accuracy": right}
+
+
+@settings(rest="training")
+class StepRewardModel(Train):
+    """``step_reward_model``: train a process reward model (`StepClassifier`) on labelled steps, a stage `step_labels`'s
+    ``rows``. Other keys: `StepClassifierConfig`. Rows of a share of the prompts, ``held_out``, are not trained on: they
+    measure how well its scores tell right steps from wrong ones (`step_accuracy`)."""
+
+    method: ClassVar[Any] = "steps"
+    held_out: Number = PreferenceReward.held_out
+
+    def __post_init__(self) -> None:
+        if self.chat_template_kwargs:
+            raise ValueError("`chat_template_kwargs` has no effect on a process reward model; leave it out")
+
+    def run(self, workspace: Workspace, reference: Any = None, made_from: Any = None) -> Facts:
+        rows = self.read()
+        held = [row for row in rows if holds_out(row["prompt"], self.held_out)]
+        learned = [row for row in rows if not holds_out(row["prompt"], self.held_out)]
+        if not learned:
+            raise ValueError(f"of {len(held)} rows in {self.rows} all are held out (`held_out` {self.held_out:g})")
+        tokenizer = load_tokenizer(ModelSection(path=self.model))
+        facts = learn(self, workspace, "steps", self.model, tokenizer, learned, made_from)
+        facts |= {"rows": len(learned), "held_out": len(held)}
+        if held:
+            prompts = [row["prompt"] for row in held]
+            steps = [row["completions"] for row in held]
+            scores = TokenClassificationSteps(workspace.folder / MODEL).score_all(prompts, steps, {})
+            facts |= step_facts(held, scores)
+        return facts
 
 
 @settings(rest="training")
@@ -222,6 +252,23 @@ class Merge:
         shutil.rmtree(workspace.folder / MODEL, ignore_errors=True)  # of a run that was killed before its marker
         average_weights(self.model, self.short_model, workspace.folder / MODEL, self.alpha)
         return {}
+
+
+def step_facts(rows: Sequence[Mapping[str, Any]], scores: Sequence[Sequence[float | None]]) -> Facts:
+    """Return how well ``scores`` of the steps of labelled rows tell right from wrong; rows of one prompt belong
+    together."""
+    of_prompt: dict[str, list[tuple[float, float]]] = {}
+    for row, own in zip(rows, scores, strict=True):
+        pairs = [(score, label) for score, label in zip(own, row["labels"], strict=True) if score is not None]
+        of_prompt.setdefault(repr(row["prompt"]), []).extend(pairs)
+    found = step_accuracy([*of_prompt.values()])
+    return {
+        "step_accuracy": found.accuracy.value,
+        "step_accuracy_low": found.accuracy.low,
+        "step_accuracy_high": found.accuracy.high,
+        "majority": found.majority,
+        "auc": found.auc.value,
+    }
 
 
 def check_merged(model: str, short_model: str, alpha: float, where: str = "model") -> None:

@@ -1,5 +1,5 @@
 """Train with those of TRL's trainers that are not RL's: on rows (SFT, the cold start), on pairs (DPO, SimPO, reward
-models), or by a teacher. The losses are TRL's, unchanged.
+models), or by a teacher. The losses are TRL's, unchanged. Labelled steps have a trainer of ours (`step_classifier`).
 
     DPO     −log σ(r̂(y⁺) − r̂(y⁻))       r̂ = β log π(y|x)/π₀(y|x)       arXiv 2305.18290, eq. 7
     SimPO   −log σ(r̂(y⁺) − r̂(y⁻) − γ)   r̂ = β log π(y|x)/|y|           arXiv 2405.14734, eq. 6
@@ -38,13 +38,19 @@ from grpo_lab.trainer.metrics.trackers import tracked
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import EARLIER, check_choices
 from grpo_lab.trainer.supervised.distillation import Distillation
+from grpo_lab.trainer.supervised.step_classifier import StepClassifier, StepClassifierConfig
 from grpo_lab.trainer.trl_bridge.forwards import scored_alone
 from grpo_lab.update.plan import Rows, plan_update
 
 logger = logging.getLogger("grpo_lab")
 
 PAIR = ("prompt", "chosen", "rejected")
-COLUMNS = {"sft": ("prompt", "completion"), "distill": ("prompt",), **dict.fromkeys(("dpo", "simpo", "reward"), PAIR)}
+COLUMNS = {
+    "sft": ("prompt", "completion"),
+    "distill": ("prompt",),
+    "steps": ("prompt", "completions", "labels"),
+    **dict.fromkeys(("dpo", "simpo", "reward"), PAIR),
+}
 FIXED: dict[str, dict[str, Any]] = {
     "simpo": {"loss_type": "simpo", "cpo_alpha": 0.0, "remove_unused_columns": False},
     "reward": {"max_length": None},  # TRL leaves out longer pairs, and says nothing
@@ -78,7 +84,8 @@ def train_by(
 
     Args:
         method: one of `COLUMNS`; the loss of ``sft`` is on the completion only.
-        model: a language model; for ``reward`` its folder or hub name, to which TRL adds a head, seeded by the run.
+        model: a language model; for ``reward`` and ``steps`` its folder or hub name, which gets a head, seeded by the
+            run.
         rows: with the method's columns, all text or all messages. Other columns are ignored, except ``continues`` for
             ``sft``: true if the completion continues the assistant's message that ends the prompt. Otherwise that
             message is closed and another begun, as in TRL's trainers and wherever a prompt is rendered.
@@ -221,8 +228,12 @@ def trl_of(method: str) -> tuple[Any, Any]:
     """Return the configuration class and the trainer class of a method."""
     if method == "simpo":
         return weighted_cpo()
-    of = {"dpo": (DPOConfig, WeightedDPOTrainer), "reward": (RewardConfig, RewardTrainer)}
-    return {**of, "distill": (DistillationConfig, Distillation)}.get(method, (SFTConfig, SFTInBins))
+    return {
+        "dpo": (DPOConfig, WeightedDPOTrainer),
+        "reward": (RewardConfig, RewardTrainer),
+        "steps": (StepClassifierConfig, StepClassifier),
+        "distill": (DistillationConfig, Distillation),
+    }.get(method, (SFTConfig, SFTInBins))
 
 
 class SFTInBins(SFTTrainer):  # type: ignore[misc]

@@ -34,6 +34,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "dpo": {**MODEL, "rows": "PAIRS", **TRAINING},
     "simpo": {**MODEL, "rows": "PAIRS", **TRAINING},
     "reward_model": {**MODEL, "rows": "PAIRS", **TRAINING},
+    "step_labels": {**MODEL, "samples": "SAMPLES", **SAMPLED},
+    "step_reward_model": {**MODEL, "rows": "STEPS", **TRAINING},
     "distill": {**MODEL, "teacher": "MODEL", "data": ROWS, **TRAINING, "max_completion_length": 8},
     "merge": {**MODEL, "short_model": "MODEL"},
     "evaluate": {**MODEL, "data": ROWS, **LIMITS},
@@ -90,6 +92,12 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("build",), {"rows": {"own": {"data": {"loader": "file", "source": "QUESTIONS"}}}}, r"`rows.own`: .*worked"),
     # files of rows and samples
     (("sft", *PREFER), {"rows": "./gone.jsonl"}, r"`rows` is './gone.jsonl': no such file"),
+    (("step_reward_model",), {"rows": "ROWS"}, r"`rows`: .*rows.jsonl.* line 1: it has no `completions`"),
+    (("step_labels",), {"samples": "ROWS"}, r"`samples`: .*rows.jsonl, line 1: it has no `row`"),
+    (("step_labels",), {"estimate": "any"}, r"estimate.*any"),
+    (("step_labels",), {"reward": "acuracy"}, r"unknown reward 'acuracy'; did you mean 'accuracy'"),
+    (("step_reward_model",), {"learning_rte": 1}, r"has no setting 'learning_rte'; did you mean 'learning_rate'"),
+    (("step_labels", "step_reward_model"), {"model": "./gone"}, r"`model` is './gone': no such folder"),
     (("sft", *PREFER), {"rows": "QUESTIONS"}, r"`rows`: .*questions.jsonl.* line 1: it has no `prompt`"),
     (("select", "filter", "fusion"), {"samples": "./gone.jsonl"}, r"`samples` is './gone.jsonl': no such file"),
     (("select", "filter", "fusion"), {"samples": "ROWS"}, r"`samples`: .*rows.jsonl, line 1: it has no `row`"),
@@ -190,6 +198,7 @@ def places(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "questions": [{"question": "1 + 1?", "solution": "2"}] * 4,
         "rows": [{"prompt": asked, "completion": [{"role": "assistant", "content": f"{n} #### 2"}]} for n in range(4)],
         "pairs": [{"prompt": asked, "chosen": answers[0], "rejected": answers[1]}] * 4,
+        "steps": [{"prompt": asked, "completions": ["1 + 1 = 2", "#### 2"], "labels": [0.5, 1.0]}] * 4,
         "samples": [
             {"row": 0, "scores": [1.0, 0.0], "lengths": [3, 3], "cut": 0, "completions": answers, "problem": own}
         ],

@@ -1,0 +1,121 @@
+"""How well step scores tell right steps from wrong ones. Pure: scores and labels in, numbers out.
+
+    accuracy    share of the steps on whose side of ½ the score is, as the label is; chance is the larger class
+    balanced    mean of the shares among the right steps and among the wrong ones; chance is ½
+    AUC         P(a right step scores above a wrong one), a tie counts ½; chance is ½     Hanley & McNeil, 1982
+    F1          of first wrong steps: harmonic mean of how often the first wrong step of a wrong solution is found, and
+                how often a right solution is said to have none                  ProcessBench (arXiv 2412.06559)
+
+Steps of one problem are not independent, so intervals are by bootstrap over problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_lab.evaluation.calibration import DRAWS
+from grpo_lab.evaluation.statistics import Interval
+
+MIDDLE = 0.5
+"""From this score on a step is said to be right, and from this label on it is."""
+Array = NDArray[np.float64]
+Scored = Sequence[tuple[float, float]]
+"""Pairs (score, label) of steps."""
+
+
+@dataclass(frozen=True)
+class StepAccuracy:
+    """Accuracy, balanced accuracy and AUC with 95% intervals; ``majority``: the accuracy of who always says the larger
+    class; ``steps``: their number. Balanced accuracy and AUC are NaN if there is one class only."""
+
+    accuracy: Interval
+    majority: float
+    balanced: Interval
+    auc: Interval
+    steps: int
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("accuracy", "balanced", "auc")
+        intervals = {name: getattr(self, name).to_dict() for name in names}
+        return {**intervals, "majority": self.majority, "steps": self.steps}
+
+
+def step_accuracy(problems: Sequence[Scored], draws: int = DRAWS, seed: int = 0) -> StepAccuracy:
+    """Measure the scores of steps, a list for each problem. Raises ValueError if there is no step."""
+    parts = [np.array(steps, dtype=np.float64).reshape(-1, 2) for steps in problems if len(steps)]
+    if not parts:
+        raise ValueError("step accuracy needs at least one step with a score and a label")
+    whole = np.concatenate(parts)
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(len(parts), size=(draws, len(parts)))
+    found = [_estimates(np.concatenate([parts[at] for at in places])) for places in drawn]
+    low, high = np.nanquantile(found, [0.025, 0.975], axis=0)
+    limits = zip(_estimates(whole), low.tolist(), high.tolist(), strict=True)
+    accuracy, balanced, auc = (Interval(*one, len(parts)) for one in limits)
+    right = float((whole[:, 1] >= MIDDLE).mean())
+    return StepAccuracy(accuracy, max(right, 1 - right), balanced, auc, len(whole))
+
+
+def _estimates(steps: Array) -> list[float]:
+    said = steps[:, 0] >= MIDDLE
+    right = steps[:, 1] >= MIDDLE
+    balanced = float("nan")
+    if right.any() and not right.all():
+        balanced = float((said[right].mean() + (~said[~right]).mean()) / 2)
+    return [float((said == right).mean()), balanced, area(steps[:, 0], right)]
+
+
+def area(scores: Array, right: NDArray[np.bool_]) -> float:
+    """Return the AUC: the share of pairs of a right and a wrong step in which the right one scores higher. NaN without
+    pairs."""
+    wrong = np.sort(scores[~right])
+    good = scores[right]
+    pairs = len(good) * len(wrong)
+    if not pairs:
+        return float("nan")
+    below = np.searchsorted(wrong, good, side="left").sum()
+    ties = np.searchsorted(wrong, good, side="right").sum() - below
+    return float((below + ties / 2) / pairs)
+
+
+@dataclass(frozen=True)
+class FirstWrong:
+    """ProcessBench's numbers: accuracy on wrong solutions, on right ones, and F1 with its 95% interval."""
+
+    wrong: float
+    right: float
+    f1: Interval
+
+
+def first_wrong_step(scores: Sequence[float | None]) -> int | None:
+    """Return the first step that scores below ½, from 0; None if there is none. A step without a score is passed
+    over."""
+    return next((at for at, score in enumerate(scores) if score is not None and score < MIDDLE), None)
+
+
+def first_wrong_f1(pairs: Sequence[tuple[int | None, int | None]], draws: int = DRAWS, seed: int = 0) -> FirstWrong:
+    """Measure pairs (first wrong step that was said, true one), one a solution, None: no step is wrong. Raises
+    ValueError unless there are solutions of both kinds."""
+    found = np.array([said == true for said, true in pairs])
+    is_wrong = np.array([true is not None for _, true in pairs])
+    if not len(pairs) or is_wrong.all() or not is_wrong.any():
+        raise ValueError("F1 of first wrong steps needs solutions with a wrong step, and solutions without one")
+    drawn = np.random.default_rng(seed).integers(len(pairs), size=(draws, len(pairs)))
+    low, high = np.nanquantile([_f1(found[rows], is_wrong[rows]) for rows in drawn], [0.025, 0.975]).tolist()
+    f1 = Interval(_f1(found, is_wrong), low, high, len(pairs))
+    return FirstWrong(float(found[is_wrong].mean()), float(found[~is_wrong].mean()), f1)
+
+
+def _f1(found: NDArray[np.bool_], is_wrong: NDArray[np.bool_]) -> float:
+    if is_wrong.all() or not is_wrong.any():
+        return float("nan")
+    of_wrong = float(found[is_wrong].mean())
+    of_right = float(found[~is_wrong].mean())
+    if of_wrong + of_right == 0:
+        return 0.0
+    return 2 * of_wrong * of_right / (of_wrong + of_right)
