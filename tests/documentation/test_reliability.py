@@ -14,7 +14,7 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 def promised(text: str) -> list[str]:
     """Rows of the tables of promises."""
-    part = text[text.index("## Promised") : text.index("## When a rank does not come")]
+    part = text[text.index("## Promised") : text.index("## Shown at length")]
     rows = [line for line in part.splitlines() if line.startswith("|")]
     return [row for row in rows if not row.startswith(("| promise |", "|---"))]
 
@@ -39,5 +39,5 @@ def test_every_promise_has_its_test() -> None:
     ["| more | |", "| more | `tests/unit/runs/test_atomic.py::test_gone` |", "| more | `tests/gone.py::test_it` |"],
 )
 def test_a_planted_fault_is_seen(row: str) -> None:
-    text = PAGE.read_text(encoding="utf-8").replace("## When a rank", f"{row}\n\n## When a rank", 1)
+    text = PAGE.read_text(encoding="utf-8").replace("## Shown at length", f"{row}\n\n## Shown at length", 1)
     assert len(faults(text)) == 1

@@ -162,11 +162,11 @@ def test_a_wrong_address_is_named(tmp_path: Path) -> None:
 
 
 def test_the_snippets_of_the_page_run() -> None:
-    """Every Python block after the signatures, in order, in one namespace."""
+    """Every Python block, in order, in one namespace."""
     page = Path(__file__).resolve().parents[2] / "docs" / "add_an_algorithm.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     space: dict[str, Any] = {}
-    for block in blocks[1:]:
+    for block in blocks:
         exec(compile(block, str(page), "exec"), space)
     table = RewardTable(torch.tensor([[1.0, 0.5], [0.0, 0.5]]), ("accuracy", "format"), torch.ones(2), 2)
     assert space["OnlyIfCorrect"].compute_advantages(None, table).tolist() == [0.75, -0.75]  # 1·1.5 and 0
