@@ -201,7 +201,8 @@ class TransformersGenerator:
 
     Temperature is the only setting: sampling settings in the model's own generation_config are ignored. Greedy answers
     do not depend on ``batch_size`` except through the rounding of padded attention. Sampled ones do, since a batch
-    shares one random stream. ``logprobs``: add the model's own log-probs, at temperature 1.
+    shares one random stream. ``logprobs``: add the model's own log-probs, at temperature 1. ``more_stops``: tokens that
+    end a completion besides the model's own.
     """
 
     model: PreTrainedModel
@@ -209,6 +210,7 @@ class TransformersGenerator:
     batch_size: int
     progress: bool = True
     logprobs: bool = False
+    more_stops: Sequence[int] = ()
 
     def __call__(
         self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
@@ -228,7 +230,7 @@ class TransformersGenerator:
         # Longest first: too large a batch shows at once, and not after an hour.
         tasks = [(index, sample) for index in range(len(prompts)) for sample in range(n)]
         tasks.sort(key=lambda task: -len(prompts[task[0]]))
-        stops = stop_token_ids(self.model.generation_config, self.tokenizer)
+        stops = [*stop_token_ids(self.model.generation_config, self.tokenizer), *self.more_stops]
         padding = self.tokenizer.pad_token_id
         pad = stops[0] if padding is None else int(padding)
         config = plain_generation_config(temperature, max_new_tokens, stops, pad)
@@ -279,6 +281,7 @@ class VllmGenerator:
     engine: GroupedEngine
     stop_token_ids: Sequence[int]
     logprobs: bool = False
+    more_stops: Sequence[int] = ()
 
     def __call__(
         self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
@@ -287,7 +290,7 @@ class VllmGenerator:
 
         plain: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         plain |= {"n": n, "temperature": temperature, "max_tokens": max_new_tokens}
-        plain |= {"stop_token_ids": list(self.stop_token_ids), "logprobs": 0 if self.logprobs else None}
+        plain |= {"stop_token_ids": [*self.stop_token_ids, *self.more_stops], "logprobs": 0 if self.logprobs else None}
         # sample k of a request is given seed + k: none share one
         seeds = [None if seed is None else seed + place * n for place in range(len(prompts))]
         parameters = [SamplingParams(**plain, seed=own) for own in seeds]

@@ -52,6 +52,13 @@ def test_both_engines_serve_curation(vllm_or_skip: None, model: Path, tmp_path: 
     assert [replace(one, logprobs=None) for (one,) in scored] == [one for (one,) in expected]
     assert all(len(one.logprobs or []) == len(one.ids) and max(one.logprobs or [0]) <= 0 for (one,) in scored)
 
+    whole = expected[0][0].ids
+    stop = whole[3]  # a completion ends with the first of `more_stops`
+    cut = [replace(one, more_stops=[stop])(ids, **greedy) for one in (ours.generate, reference.generate)]
+    assert cut[0] == cut[1]
+    assert cut[0][0][0].ids == whole[: whole.index(stop) + 1]
+    assert cut[0][0][0].ended
+
     first = ours(prompts, 4)
     assert first == ours(prompts, 4)  # the seed decides
     assert ours.made == 24

@@ -1,0 +1,393 @@
+"""Search over the steps of a solution: a policy proposes next steps, and something says what a state is worth.
+
+A step is a line, with the end of line behind it. Every way to search returns, for each problem, the whole solutions
+that it came across (`FoundSolution`), each with the number of tokens that had been generated for the problem until
+then. So what it would answer with any smaller budget can be read off:
+
+    method                     what generates                                        its answer
+    `sampled`                  whole solutions, independently                        `voted`, or `best` by a judge
+    `beam_search`              the best b states × w next steps, step by step        `best`
+    `tree_search`, `Judging`   w next steps of the node that PUCT chose              `best`
+    `tree_search`, `Voting`    the same, and a solution's rest from that node        `voted`
+
+**No method sees whether an answer is right.** A node's value is a judge's (a token classifier: a value model or a
+process reward model), or, in `Voting`, the share of the problem's solutions so far that end in the same answer.
+
+All problems advance side by side: a round of all trees, or beams, is one call of the generator. Widths are R1's
+"maximum extension limit for each node" (arXiv 2501.12948, §4.2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from grpo_lab.engines.generators import Completion
+from grpo_lab.evaluation.result import vote_key
+from grpo_lab.rewards.steps import by_line
+from grpo_lab.rewards.token_classification import TokenClassificationSteps
+from grpo_lab.stages.sample import LoadedGenerator
+from grpo_lab.stages.tree_search import Node, Step, back_up, expand, revalue, select
+
+
+@dataclass(frozen=True)
+class Question:
+    """A problem as the judge reads it (``prompt``, a text or messages) and as the policy does (``ids``)."""
+
+    prompt: Any
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class FoundSolution:
+    """A whole solution, the tokens generated for its problem until it was there, and a judge's value of it (0 without
+    one)."""
+
+    text: str
+    tokens: int
+    value: float = 0.0
+
+
+ReadAnswer = Callable[[str], str | None]
+"""Function from a solution's text to its answer; None: it has none."""
+
+
+def within(found: Sequence[FoundSolution], tokens: int) -> list[FoundSolution]:
+    """Return the solutions that were there after ``tokens`` tokens; the first one, if that took more."""
+    return [one for one in found if one.tokens <= tokens] or [*found[:1]]
+
+
+def best(found: Sequence[FoundSolution]) -> str:
+    """Return the solution with the highest value, the first of equals."""
+    return max(found, key=lambda one: one.value).text
+
+
+def voted(found: Sequence[FoundSolution], read: ReadAnswer) -> str:
+    """Return the first solution with the most frequent answer. Of equally frequent ones the earlier counts; solutions
+    without an answer do not vote."""
+    votes = Counter(key for one in found if (key := answer_key(one.text, read)) is not None)
+    if not votes:
+        return found[0].text
+    [(winner, _)] = votes.most_common(1)
+    return next(one.text for one in found if answer_key(one.text, read) == winner)
+
+
+def answer_key(text: str, read: ReadAnswer) -> str | None:
+    """Return the name under which a solution votes, as in maj@k."""
+    answer = read(text)
+    if answer is None:
+        return None
+    return vote_key(answer)
+
+
+class StateJudge(Protocol):
+    """Says what solutions are worth that have got as far as ``texts``, in [0, 1]; 0 if there is no step."""
+
+    def __call__(self, questions: Sequence[Question], texts: Sequence[str]) -> list[float]: ...
+
+
+@dataclass(frozen=True)
+class StepJudge:
+    """StateJudge by a token classifier's scores of the steps.
+
+    Args:
+        scores: p(good) at the end of each step.
+        of: ``last``: the last step's score is the state's value, as of a value model; ``least``: the worst step's, as
+            Math-Shepherd (arXiv 2312.08935, §4.1) ranks solutions.
+    """
+
+    scores: TokenClassificationSteps
+    of: Literal["last", "least"] = "last"
+
+    def __call__(self, questions: Sequence[Question], texts: Sequence[str]) -> list[float]:
+        steps = [steps_in(text) for text in texts]
+        scored = self.scores.score_all([one.prompt for one in questions], steps, {})
+        return [self._value([score for score in scores if score is not None]) for scores in scored]
+
+    def _value(self, scores: Sequence[float]) -> float:
+        if not scores:
+            return 0.0
+        if self.of == "last":
+            return scores[-1]
+        return min(scores)
+
+
+def steps_in(text: str) -> list[str]:
+    """Return the lines of a text that are not blank."""
+    ends = by_line(text)
+    return [text[start:end].strip() for start, end in zip([0, *ends], ends, strict=False)]
+
+
+class StepWriter:
+    """The policy: it writes next steps, rests of solutions, and whole solutions.
+
+    Args:
+        loaded: the model.
+        most_tokens: of a solution. One that has no room for another step ends there.
+        most_of_a_step: tokens. A step that is not finished then ends the solution, too.
+        temperature: of all sampling.
+        seed: the same seed and the same calls give the same tokens.
+    """
+
+    def __init__(
+        self, loaded: LoadedGenerator, most_tokens: int, most_of_a_step: int, temperature: float = 1.0, seed: int = 0
+    ) -> None:
+        self.loaded = loaded
+        self.most_tokens = most_tokens
+        self.most_of_a_step = most_of_a_step
+        self.temperature = temperature
+        self.seed = seed
+        self.calls = 0
+        generate: Any = loaded.generate
+        self._by_step = replace(generate, more_stops=line_ends(loaded.tokenizer))
+
+    def solutions(self, questions: Sequence[Question], n: int, temperature: float) -> list[list[Completion]]:
+        """Write n whole solutions of each problem."""
+        how: Any = {"n": n, "temperature": temperature, "max_new_tokens": self.most_tokens, "seed": self._next_seed()}
+        return self.loaded.generate([one.ids for one in questions], **how)
+
+    def steps(
+        self, questions: Sequence[Question], states: Sequence[list[int]], n: int
+    ) -> list[list[tuple[Step, bool]]]:
+        """Sample n next steps of each state; True: the solution ends with it."""
+        asked = [[*one.ids, *state] for one, state in zip(questions, states, strict=True)]
+        how: Any = {"n": n, "temperature": self.temperature, "max_new_tokens": self.most_of_a_step}
+        groups = self._by_step(asked, **how, seed=self._next_seed())
+        return [
+            [(tuple(one.ids), self._ends(len(state), one)) for one in group]
+            for state, group in zip(states, groups, strict=True)
+        ]
+
+    def rests(self, questions: Sequence[Question], states: Sequence[list[int]]) -> list[list[int]]:
+        """Sample one end of the solution from each state; return its tokens."""
+        rests: list[list[int]] = [[] for _ in states]
+        open_ones = list(range(len(states)))
+        while open_ones:
+            begun = [[*states[place], *rests[place]] for place in open_ones]
+            written = self.steps([questions[place] for place in open_ones], begun, 1)
+            goes_on = []
+            for place, [(step, ended)] in zip(open_ones, written, strict=True):
+                rests[place] += step
+                if not ended:
+                    goes_on.append(place)
+            open_ones = goes_on
+        return rests
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return str(self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _ends(self, before: int, step: Completion) -> bool:
+        no_room = before + len(step.ids) + self.most_of_a_step > self.most_tokens
+        return no_room or not step.ended or step.ids[-1] in self.loaded.stops
+
+    def _next_seed(self) -> int:
+        self.calls += 1
+        return self.seed * 100_003 + self.calls
+
+
+def line_ends(tokenizer: Any) -> list[int]:
+    """Return every token whose text has an end of line in it: a step ends with the first of them."""
+    return [token for token in range(len(tokenizer)) if "\n" in tokenizer.decode([token])]
+
+
+def first_solutions(
+    writer: StepWriter, questions: Sequence[Question], judge: StateJudge | None
+) -> list[list[FoundSolution]]:
+    """Return each problem's greedy solution, which every way to search has from the start."""
+    written = [one for [one] in writer.solutions(questions, 1, 0.0)]
+    texts = [writer.text(one.ids) for one in written]
+    values = judged(judge, questions, texts)
+    return [[FoundSolution(text, len(one.ids), value)] for text, one, value in zip(texts, written, values, strict=True)]
+
+
+def judged(judge: StateJudge | None, questions: Sequence[Question], texts: Sequence[str]) -> list[float]:
+    """Return the judge's values; zeros without a judge."""
+    if judge is None:
+        return [0.0] * len(texts)
+    return judge(questions, texts)
+
+
+def sampled(
+    writer: StepWriter, questions: Sequence[Question], n: int, judge: StateJudge | None = None
+) -> list[list[FoundSolution]]:
+    """Sample n whole solutions of each problem besides the greedy one."""
+    found = first_solutions(writer, questions, judge)
+    groups = writer.solutions(questions, n, writer.temperature)
+    for question, group, own in zip(questions, groups, found, strict=True):
+        texts = [writer.text(one.ids) for one in group]
+        for text, one, value in zip(texts, group, judged(judge, [question] * n, texts), strict=True):
+            own.append(FoundSolution(text, own[-1].tokens + len(one.ids), value))
+    return found
+
+
+def beam_search(
+    writer: StepWriter, questions: Sequence[Question], judge: StateJudge, beam: int, width: int
+) -> list[list[FoundSolution]]:
+    """Keep the best ``beam`` states of each problem, and sample ``width`` next steps of each, until all have ended."""
+    found = first_solutions(writer, questions, judge)
+    spent = [own[0].tokens for own in found]
+    states: list[list[list[int]]] = [[[]] for _ in questions]
+    while any(states):
+        asked = [(place, state) for place, own in enumerate(states) for state in own]
+        groups = writer.steps([questions[place] for place, _ in asked], [state for _, state in asked], width)
+        grown: list[dict[tuple[int, ...], bool]] = [{} for _ in questions]
+        for (place, state), group in zip(asked, groups, strict=True):
+            for step, ended in group:
+                spent[place] += len(step)
+                grown[place][(*state, *step)] = ended
+        new = [(place, tokens, ended) for place, own in enumerate(grown) for tokens, ended in own.items()]
+        texts = [writer.text(tokens) for _, tokens, _ in new]
+        values = judge([questions[place] for place, _, _ in new], texts)
+        going_on: list[list[tuple[float, list[int]]]] = [[] for _ in questions]
+        for (place, tokens, ended), text, value in zip(new, texts, values, strict=True):
+            if ended:
+                found[place].append(FoundSolution(text, spent[place], value))
+            else:
+                going_on[place].append((value, list(tokens)))
+        states = [[state for _, state in sorted(own, reverse=True)[:beam]] for own in going_on]
+    return found
+
+
+@dataclass
+class SearchTree:
+    """The search of one problem.
+
+    found     whole solutions, in the order in which they came up
+    spent     tokens generated so far
+    rounds    simulations so far
+    votes     how many of ``found`` have each answer; for `Voting` alone, as is
+    visited   nodes that were visited, each with the answer of the solution behind the visit
+    """
+
+    question: Question
+    found: list[FoundSolution]
+    root: Node = field(default_factory=Node)
+    spent: int = 0
+    rounds: int = 0
+    votes: Counter[str | None] = field(default_factory=Counter)
+    visited: list[tuple[Node, str | None]] = field(default_factory=list)
+
+
+class Judging:
+    """Values by a judge: that of a node is backed up when the node is visited first, and at every visit of an end."""
+
+    def __init__(self, writer: StepWriter, judge: StateJudge) -> None:
+        self.writer = writer
+        self.judge: StateJudge | None = judge
+
+    def expanded(self, trees: Sequence[SearchTree], nodes: Sequence[Node]) -> None:
+        """StateJudge each tree's new node and the ends among its children; back up the node's value."""
+        asked = []
+        for tree, node in zip(trees, nodes, strict=True):
+            asked += [(tree, one) for one in (node, *node.children) if one is node or one.ended]
+        texts = [self.writer.text(one.tokens()) for _, one in asked]
+        values = judged(self.judge, [tree.question for tree, _ in asked], texts)
+        for (tree, node), text, value in zip(asked, texts, values, strict=True):
+            node.value = value
+            if node.ended:
+                tree.found.append(FoundSolution(text, tree.spent, value))
+        for node in nodes:
+            back_up(node, node.value)
+
+    def revisited(self, tree: SearchTree, end: Node) -> None:
+        back_up(end, end.value)
+
+
+class Voting:
+    """Values without a judge. From each new node one rest of the solution is sampled. A visit is worth the share of the
+    problem's solutions so far that have the same answer as its own, so earlier visits change as answers come in."""
+
+    judge: StateJudge | None = None
+
+    def __init__(self, writer: StepWriter, read: ReadAnswer) -> None:
+        self.writer = writer
+        self.read = read
+
+    def expanded(self, trees: Sequence[SearchTree], nodes: Sequence[Node]) -> None:
+        """Sample a rest of the solution from each tree's new node; back up the shares of its answers."""
+        states = [node.tokens() for node in nodes]
+        rests = self.writer.rests([tree.question for tree in trees], states)
+        for tree, node, state, rest in zip(trees, nodes, states, rests, strict=True):
+            for child in node.children:
+                if child.ended:
+                    self._add(tree, self.writer.text(child.tokens()))
+            tree.spent += len(rest)
+            text = self.writer.text([*state, *rest])
+            self._add(tree, text)
+            self._visit(tree, node, answer_key(text, self.read))
+
+    def revisited(self, tree: SearchTree, end: Node) -> None:
+        self._visit(tree, end, answer_key(self.writer.text(end.tokens()), self.read))
+
+    def _add(self, tree: SearchTree, text: str) -> None:
+        if not tree.votes:
+            tree.votes[answer_key(tree.found[0].text, self.read)] += 1  # the greedy solution
+        tree.votes[answer_key(text, self.read)] += 1
+        tree.found.append(FoundSolution(text, tree.spent))
+
+    def _visit(self, tree: SearchTree, node: Node, answer: str | None) -> None:
+        back_up(node, 0.0)
+        tree.visited.append((node, answer))
+        shares = {key: count / len(tree.found) for key, count in tree.votes.items()}
+        shares[None] = 0.0
+        revalue(tree.root, [(visited, shares[key]) for visited, key in tree.visited])
+
+
+def tree_search(
+    writer: StepWriter,
+    questions: Sequence[Question],
+    values: Judging | Voting,
+    *,
+    width: int,
+    tokens: int,
+    exploration: float = 1.25,
+    most_simulations: int = 300,
+) -> list[SearchTree]:
+    """Search every problem's tree until ``tokens`` tokens have been generated for it.
+
+    A simulation that reaches an end generates nothing. So ``most_simulations`` ends the search of a tree that visits
+    the same ends again and again.
+
+    Args:
+        writer: the policy.
+        questions: the problems, whose trees grow side by side.
+        values: where a node's value comes from.
+        width: proposals for a node's next step. Equal ones are one child.
+        tokens: the budget of a problem, its greedy solution included. The last round may exceed it.
+        exploration: c of PUCT.
+    """
+    greedy = first_solutions(writer, questions, values.judge)
+    trees = [
+        SearchTree(question, found, spent=found[0].tokens) for question, found in zip(questions, greedy, strict=True)
+    ]
+    while True:
+        reached = []
+        for tree in trees:
+            node = None
+            if tree.spent < tokens:
+                node = _next_node(tree, values, exploration, most_simulations)
+            if node is not None:
+                reached.append((tree, node))
+        if not reached:
+            return trees
+        active = [tree for tree, _ in reached]
+        nodes = [node for _, node in reached]
+        proposals = writer.steps([tree.question for tree in active], [node.tokens() for node in nodes], width)
+        for tree, node, steps in zip(active, nodes, proposals, strict=True):
+            tree.spent += sum(len(step) for step, _ in steps)
+            expand(node, steps)
+        values.expanded(active, nodes)
+
+
+def _next_node(tree: SearchTree, values: Judging | Voting, exploration: float, most: int) -> Node | None:
+    """Return the node to expand next. Simulations that reach an end are carried out on the way. None: there have been
+    ``most`` simulations."""
+    while tree.rounds < most:
+        tree.rounds += 1
+        node = select(tree.root, exploration)
+        if not node.ended:
+            return node
+        values.revisited(tree, node)
+    return None
