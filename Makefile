@@ -12,7 +12,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: help setup setup-vllm train lab-smoke labs test test-fast test-thorough test-numeric lint types format docs docs-index docs-serve test-versions \
-	bench bench-step bench-accuracy bench-supervised bench-update bench-stock-best bench-shared-prompts bench-overlap bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
+	speedrun bench bench-step bench-accuracy bench-supervised bench-update bench-stock-best bench-shared-prompts bench-overlap bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -117,6 +117,9 @@ bench-step: setup  ## the whole step by part, stock TRL against ours, from the q
 
 bench-accuracy: setup-vllm  ## time to accuracy, stock TRL against ours, part by part, and overlapped rollouts: 90 minutes
 	$(BIN)/python scripts/bench_accuracy.py
+
+speedrun: setup  ## seconds from random weights to a target accuracy, stock TRL and ours: docs/speedrun.md (half an hour)
+	$(BIN)/python scripts/speedrun.py --all
 
 bench-supervised: setup  ## supervised training against TRL's SFTTrainer, on the cold starts of three recipes: 10 minutes
 	$(BIN)/python scripts/bench_supervised.py

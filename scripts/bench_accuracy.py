@@ -43,7 +43,7 @@ from transformers.utils import logging as hf_logging
 from trl import GRPOTrainer
 
 from grpo_lab import LabTrainer
-from grpo_lab.evaluation import evaluate
+from grpo_lab.evaluation import Interval, evaluate
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record, changes_asked, parser, records, run_experiment
 from grpo_lab.labs.tables import draw, markdown
@@ -142,14 +142,14 @@ def asked(options: Options) -> dict[str, Any]:
     return {**shared, "set": changes_asked(options)}
 
 
-def held_out(model: Any, tokenizer: Any, rows: Any, reward: Any, max_new_tokens: int) -> float:
-    """Share of ``rows`` that a greedy answer gets right."""
+def held_out(model: Any, tokenizer: Any, rows: Any, reward: Any, max_new_tokens: int) -> Interval:
+    """Share of ``rows`` that a greedy answer gets right, with its 95% interval (Wilson)."""
     model.eval()
     result = evaluate(
         model, tokenizer, rows, reward=reward, max_new_tokens=max_new_tokens, batch_size=256, progress=False
     )
     assert result.accuracy is not None
-    return float(result.accuracy.value)
+    return result.accuracy
 
 
 def evaluated(clock: Clock, start: Path, problems: int) -> list[Point]:
@@ -162,7 +162,7 @@ def evaluated(clock: Clock, start: Path, problems: int) -> list[Point]:
     for step, seconds, weights in clock.taken:
         model.load_state_dict(weights)
         accuracy = held_out(model, tokenizer, rows, reward, recipe["max_completion_length"])
-        found.append({"step": step, "seconds": seconds, "accuracy": accuracy})
+        found.append({"step": step, "seconds": seconds, "accuracy": accuracy.value})
     return found
 
 

@@ -1,6 +1,6 @@
 """Measured tables of labs into the pages that show them, between the marks ``<!-- lab NAME: begin -->`` and
-``<!-- lab NAME: end -->`` in docs/labs/ and docs/algorithms/compared.md. Their figures go into docs/images, a line of
-each into docs/measured.md, and what each run of a lab ended with into docs/labs_records.json.
+``<!-- lab NAME: end -->`` in docs/labs/, docs/algorithms/ and the sorting lab's page. Their figures go into
+docs/images, a line of each into docs/measured.md, and what each run of a lab ended with into docs/labs_records.json.
 
 python scripts/lab_tables.py [RUNS]     RUNS: runs/labs. Of every NAME with RUNS/NAME/table.md; other blocks stay
 """
@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (*(f"labs/{page.name}" for page in sorted((ROOT / "docs" / "labs").glob("*.md"))), "algorithms/compared.md")
+PAGES = (
+    *(f"{room}/{page.name}" for room in ("labs", "algorithms") for page in sorted((ROOT / "docs" / room).glob("*.md"))),
+    "../recipes/lab/sorting/README.md",
+)
+"""Below docs/."""
 MEASURED, RECORDS = ROOT / "docs" / "measured.md", ROOT / "docs" / "labs_records.json"
 KEPT = ("seed", "before", "after", "process_seconds")
 BLOCK = re.compile(r"(<!-- lab ([\w/-]+): begin -->\n)(.*?)(?=<!-- lab \2: end -->)", re.DOTALL)

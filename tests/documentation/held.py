@@ -28,6 +28,11 @@ HELD: dict[str, str | tuple[str, str]] = {
     "make docs": "tests/documentation/test_site.py::test_the_site_is_built_without_a_warning",
     "make docs-serve": ("minutes", "serves until it is stopped"),
     "make gpu-check*": ("gpu", "its tiny form has a test of its own"),
+    "make speedrun": "tests/training/test_speedrun.py::test_a_target_that_is_reached_at_once",
+    "python scripts/speedrun.py *": "tests/training/test_speedrun.py::test_a_target_that_is_reached_at_once",
+    "taskset -c 0 python scripts/speedrun.py *": (
+        "tests/training/test_speedrun.py::test_a_target_that_is_reached_at_once"
+    ),
     "make bench": ("minutes", "every benchmark in short: 13 minutes of both cores"),
     "make bench-*": ("minutes", "a benchmark: 20 minutes of both cores"),
     "python scripts/bench_checkouts.py *": ("minutes", "a benchmark of two checkouts: 10 minutes of a core"),

@@ -1,0 +1,83 @@
+"""Records of the speedrun (``speedrun.py``), and the table that docs/speedrun.md shows of them.
+
+A record is one entry on one number of cores, with a run for each seed. Its time is that of the slower run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.labs.tables import markdown
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+RECORDS = DOCS / "speedrun_records.json"
+PAGE = DOCS / "speedrun.md"
+CORES = 2
+"""On which records are compared."""
+BLOCK = re.compile(r"(<!-- speedrun: begin -->\n).*?(?=<!-- speedrun: end -->)", re.DOTALL)
+HEADS = (
+    "entry", "seconds, two cores", "of them cold start", "CPU seconds", "RL steps", "accuracy (lower end)",
+    "set-up; evaluations", "load", "seconds, one core", "commit",
+)  # fmt: skip
+Record = dict[str, Any]
+
+
+def entered(records: Sequence[Record], found: Record) -> list[Record]:
+    """``records`` with the one that was ``found`` in place of an earlier one of that entry on as many cores."""
+    others = [one for one in records if place(one) != place(found)]
+    return sorted([*others, found], key=lambda one: (one["cores"], slower(one)))
+
+
+def place(record: Record) -> tuple[str, int]:
+    return record["entry"], record["cores"]
+
+
+def slower(record: Record) -> float:
+    """Seconds of training of the slower run."""
+    return max(float(one["training"]["wall"]) for one in record["runs"])
+
+
+def table(records: Sequence[Record]) -> str:
+    """A line an entry, the fastest on two cores first; in each cell its runs, in the order of their seeds. Below it
+    each entry's command."""
+    by_place = {place(one): one for one in records}
+    on_two = sorted((one for one in records if one["cores"] == CORES), key=slower)
+    if not on_two:
+        return "No record yet.\n"
+    rows = [
+        [*cells(one), of_runs(by_place.get((one["entry"], 1)), "training", "wall"), one["commit"]] for one in on_two
+    ]
+    commands = "\n".join(f"- {one['entry']}: `python scripts/speedrun.py {one['command']}`" for one in on_two)
+    machines = ", ".join(sorted({f"{one['machine']}, {one['date']}" for one in records}))
+    return f"{markdown(HEADS, rows)}\n\n{machines}.\n\n{commands}\n"
+
+
+def cells(record: Record) -> list[str]:
+    """An entry's cells of two cores."""
+    runs = record["runs"]
+    besides = [f"{one['set_up']['wall']:.0f}; {one['evaluations']['wall']:.0f}" for one in runs]
+    return [
+        record["entry"],
+        f"**{slower(record):.1f}** ({of_runs(record, 'training', 'wall')})",
+        of_runs(record, "cold_start", "wall"),
+        of_runs(record, "training", "cpu"),
+        ", ".join(str(one["steps"]) for one in runs),
+        ", ".join(f"{one['accuracy']:.3f} ({one['low']:.3f})" for one in runs),
+        ", ".join(besides),
+        f"{record['load']:.2f}",
+    ]
+
+
+def of_runs(record: Record | None, part: str, kind: str) -> str:
+    """Seconds of each run of a record; a dash without one."""
+    if record is None:
+        return "–"
+    return ", ".join(f"{one[part][kind]:.1f}" for one in record["runs"])
+
+
+def page_with(text: str, records: Sequence[Record]) -> str:
+    """``text`` with the table between its marks."""
+    return BLOCK.sub(lambda found: found[1] + table(records), text)
