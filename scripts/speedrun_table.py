@@ -19,7 +19,7 @@ CORES = 2
 """On which records are compared."""
 BLOCK = re.compile(r"(<!-- speedrun: begin -->\n).*?(?=<!-- speedrun: end -->)", re.DOTALL)
 HEADS = (
-    "entry", "seconds, two cores", "of them cold start", "CPU seconds", "RL steps", "accuracy (lower end)",
+    "entry", "seconds, two cores", "cold start", "RL", "RL steps", "CPU seconds", "accuracy (lower end)",
     "set-up; evaluations", "load", "seconds, one core", "commit",
 )  # fmt: skip
 Record = dict[str, Any]
@@ -63,8 +63,9 @@ def cells(record: Record) -> list[str]:
         record["entry"],
         f"**{slower(record):.1f}** ({of_runs(record, 'training', 'wall')})",
         of_runs(record, "cold_start", "wall"),
-        of_runs(record, "training", "cpu"),
+        of_runs(record, "reinforcement", "wall"),
         ", ".join(str(one["steps"]) for one in runs),
+        of_runs(record, "training", "cpu"),
         ", ".join(f"{one['accuracy']:.3f} ({one['low']:.3f})" for one in runs),
         ", ".join(besides),
         f"{record['load']:.2f}",

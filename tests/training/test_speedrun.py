@@ -26,7 +26,7 @@ OURS = speedrun.OURS
 
 
 def record(entry: str, cores: int, *seconds: float) -> dict[str, Any]:
-    """A record whose runs took ``seconds``, the half of each in the cold start."""
+    """A record whose runs took ``seconds``, half of it in the cold start, a quarter in the rest."""
     runs = [
         {
             "seed": seed,
@@ -35,6 +35,7 @@ def record(entry: str, cores: int, *seconds: float) -> dict[str, Any]:
             "low": 0.61,
             "training": {"wall": took, "cpu": 2 * took},
             "cold_start": {"wall": took / 2, "cpu": took},
+            "reinforcement": {"wall": took / 4, "cpu": took},
             "evaluations": {"wall": 3.0, "cpu": 3.0},
             "set_up": {"wall": 9.0, "cpu": 9.0},
         }
@@ -73,7 +74,9 @@ def test_a_table_by_hand() -> None:
     records = speedrun_table.entered(records, record("a", 2, 40.0, 70.0))
     assert [(one["entry"], one["cores"]) for one in records] == [("a", 1), ("b", 2), ("a", 2)]
     lines = speedrun_table.table(records).splitlines()
-    assert lines[2].startswith("| b | **55.0** (55.0, 52.0) | 27.5, 26.0 | 110.0, 104.0 | 8, 8 | 0.640 (0.610)")
+    assert lines[2].startswith(
+        "| b | **55.0** (55.0, 52.0) | 27.5, 26.0 | 13.8, 13.0 | 8, 8 | 110.0, 104.0 | 0.640 (0.610)"
+    )
     assert lines[2].endswith("| 9; 3, 9; 3 | 0.10 | – | abc |")
     assert lines[3].startswith("| a | **70.0** (40.0, 70.0)")
     assert lines[3].endswith("| 90.0, 95.0 | abc |")
