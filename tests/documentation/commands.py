@@ -49,6 +49,8 @@ def check_command(words: Sequence[str]) -> None:
     """One command: who would run it, and would that one understand it?"""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]  # VARIABLE=value command
+    if words and words[0] == "taskset":
+        words = words[3:]  # taskset -c CORES command
     if not words or words[0] in SHELL:
         return
     name, rest = words[0].rpartition("/")[2], list(words[1:])
