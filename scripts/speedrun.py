@@ -140,9 +140,14 @@ def broken_rules(recipe: Recipe) -> list[str]:
         said.append("`cold_start.data` is not that of the rules; only its seed may differ")
     if asked_of(recipe.data, "n") != asked_of(rules.data, "n"):
         said.append("`data` is not that of the rules; only its seed and `n` may differ")
-    if recipe.evaluation is None or recipe.evaluation.data != rules.evaluation.data:
-        said.append("`evaluation.data` is not that of the rules")
+    if recipe.evaluation is None or judged_by(recipe) != judged_by(rules):
+        said.append("`evaluation` is not that of the rules in its `data` and `reward`")
     return said
+
+
+def judged_by(recipe: Recipe) -> tuple[Any, Any]:
+    """Held-out rows, and what says that an answer is right."""
+    return recipe.evaluation.data, recipe.evaluation.reward
 
 
 def asked_of(section: DataSection, *free: str) -> dict[str, Any]:
@@ -277,8 +282,8 @@ def refuse_entry(options: argparse.Namespace) -> None:
     said = broken_rules(recipe_of(options, 0, Path("unused")))
     if options.target != TARGET:
         said.append(f"--target is {options.target}, and {TARGET} is the rules'")
-    if len(options.seeds) < len(SEEDS):
-        said.append(f"--seeds {options.seeds}: a second seed confirms")
+    if options.seeds != [*SEEDS]:
+        said.append(f"--seeds are {options.seeds}, and {[*SEEDS]} are the rules'")
     if git("status", "--porcelain", "--untracked-files=no", "--", ":!docs"):
         said.append("files differ from the last commit, which the record names: commit them first")
     if said:
@@ -303,8 +308,10 @@ def main() -> None:
     options = options_of()
     if options.all:
         enter = ["--enter"] if options.enter else []
-        for name, words in OURS.items():
-            subprocess.run([sys.executable, __file__, "--name", name, *words, *enter], check=True)
+        commands = {name: [sys.executable, __file__, "--name", name, *words, *enter] for name, words in OURS.items()}
+        failed = [name for name, command in commands.items() if subprocess.run(command, check=False).returncode]
+        if failed:
+            raise SystemExit(f"not measured: {', '.join(failed)}")
         return
     if not options.table:
         if options.enter:

@@ -20,7 +20,7 @@ CORES = 2
 BLOCK = re.compile(r"(<!-- speedrun: begin -->\n).*?(?=<!-- speedrun: end -->)", re.DOTALL)
 HEADS = (
     "entry", "seconds, two cores", "cold start", "RL", "RL steps", "CPU seconds", "accuracy (lower end)",
-    "set-up; evaluations", "load", "seconds, one core", "commit",
+    "imports; set-up; evaluations", "load", "seconds, one core", "commit",
 )  # fmt: skip
 Record = dict[str, Any]
 
@@ -58,7 +58,7 @@ def table(records: Sequence[Record]) -> str:
 def cells(record: Record) -> list[str]:
     """An entry's cells of two cores."""
     runs = record["runs"]
-    besides = [f"{one['set_up']['wall']:.0f}; {one['evaluations']['wall']:.0f}" for one in runs]
+    besides = (f"{record['imports']:.1f}", of_runs(record, "set_up", "wall"), of_runs(record, "evaluations", "wall"))
     return [
         record["entry"],
         f"**{slower(record):.1f}** ({of_runs(record, 'training', 'wall')})",
@@ -67,7 +67,7 @@ def cells(record: Record) -> list[str]:
         ", ".join(str(one["steps"]) for one in runs),
         of_runs(record, "training", "cpu"),
         ", ".join(f"{one['accuracy']:.3f} ({one['low']:.3f})" for one in runs),
-        ", ".join(besides),
+        "; ".join(besides),
         f"{record['load']:.2f}",
     ]
 

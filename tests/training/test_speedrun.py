@@ -41,7 +41,8 @@ def record(entry: str, cores: int, *seconds: float) -> dict[str, Any]:
         }
         for seed, took in enumerate(seconds)
     ]
-    facts = {"command": f"--name {entry}", "commit": "abc", "date": "2026-11-28", "machine": "a CPU", "load": 0.1}
+    facts: dict[str, Any] = {"command": f"--name {entry}", "commit": "abc", "date": "2026-11-28", "machine": "a CPU"}
+    facts |= {"load": 0.1, "imports": 5.0}
     return {"entry": entry, "cores": cores, **facts, "runs": runs}
 
 
@@ -77,7 +78,7 @@ def test_a_table_by_hand() -> None:
     assert lines[2].startswith(
         "| b | **55.0** (55.0, 52.0) | 27.5, 26.0 | 13.8, 13.0 | 8, 8 | 110.0, 104.0 | 0.640 (0.610)"
     )
-    assert lines[2].endswith("| 9; 3, 9; 3 | 0.10 | – | abc |")
+    assert lines[2].endswith("| 5.0; 9.0, 9.0; 3.0, 3.0 | 0.10 | – | abc |")
     assert lines[3].startswith("| a | **70.0** (40.0, 70.0)")
     assert lines[3].endswith("| 90.0, 95.0 | abc |")
     assert lines[-1] == "- a: `python scripts/speedrun.py --name a`"
@@ -93,7 +94,12 @@ def test_our_entries_keep_the_rules(words: list[str], tmp_path: Path) -> None:
     [
         ("cold_start.data.blurted", "0.0", "`cold_start.data` is not that of the rules; only its seed may differ"),
         ("data.largest", "30", "`data` is not that of the rules; only its seed and `n` may differ"),
-        ("evaluation.data.steps", "[2, 2]", "`evaluation.data` is not that of the rules"),
+        ("evaluation.data.steps", "[2, 2]", "`evaluation` is not that of the rules in its `data` and `reward`"),
+        (
+            "evaluation.reward.mode",
+            "lenient",
+            "`evaluation` is not that of the rules in its `data` and `reward`",
+        ),
         ("model", "{path: somewhere}", "`model` has no `tiny`: weights are not random"),
     ],
 )
@@ -104,7 +110,7 @@ def test_a_broken_rule_is_named(key: str, value: str, said: str, tmp_path: Path)
 
 def test_what_is_no_entry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["speedrun.py", "--enter", "--target", "0.1", "--seeds", "0"])
-    with pytest.raises(SystemExit, match=r"no entry: --target is 0.1, and 0.6 is the rules'; --seeds \[0\]: a second"):
+    with pytest.raises(SystemExit, match=r"no entry: --target is 0.1, and 0.6 is the rules'; --seeds are \[0\], "):
         speedrun.main()
 
 
