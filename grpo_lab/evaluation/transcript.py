@@ -6,6 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+LONGEST_HEADING = 60
+"""Characters of a turn's calls, and of what the tools said, in its heading."""
+
 
 def question_in(prompt: Any) -> str:
     """Return what a reader wants to see of a prompt: a string itself, or the last user message."""
@@ -50,6 +53,14 @@ class ShownTurn(NamedTuple):
     calls: list[str]
     answers: list[str]
 
+    @property
+    def heading(self) -> str:
+        """Calls and what the tools said, in one line: ``north() → key east``."""
+        called = _in_one_line(self.calls)
+        if not self.answers:
+            return called
+        return f"{called} → {_in_one_line(self.answers)}"
+
 
 def turns_in(transcript: str | None) -> list[ShownTurn]:
     """Return the turns of a transcript: an assistant's message each, with the tools' messages behind it. Empty for
@@ -66,4 +77,23 @@ def turns_in(transcript: str | None) -> list[ShownTurn]:
 
 def _call_in_words(call: Mapping[str, Any]) -> str:
     function = call.get("function") or call
-    return f"{function.get('name')}({json.dumps(function.get('arguments'), ensure_ascii=False)})"
+    arguments = function.get("arguments")
+    if isinstance(arguments, Mapping):
+        said = ", ".join(f"{name}={_value_in_words(value)}" for name, value in arguments.items())
+    else:
+        said = _value_in_words(arguments)
+    return f"{function.get('name')}({said})"
+
+
+def _value_in_words(value: Any) -> str:
+    """Return the value as JSON, but a text of several lines (a program) as it was written."""
+    if isinstance(value, str) and "\n" in value:
+        return f"\n{value}\n"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _in_one_line(texts: list[str]) -> str:
+    line = " ".join(", ".join(texts).split())
+    if len(line) <= LONGEST_HEADING:
+        return line
+    return f"{line[: LONGEST_HEADING - 1]}…"

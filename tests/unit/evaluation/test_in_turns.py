@@ -81,7 +81,8 @@ def test_the_environment_judges_each_completion_by_itself(tmp_path) -> None:
     assert result.greedy[0].question == "Go. Count to 2."
     assert "Count to 2." in result.greedy[0].prompt
     shown = turns_in(result.greedy[0].transcript)
-    assert [one.calls for one in shown] == [['add({"a": 1})']] * 2 + [[]]
+    assert [one.calls for one in shown] == [["add(a=1)"]] * 2 + [[]]
+    assert [one.heading for one in shown] == ["add(a=1) → 1", "add(a=1) → 2", ""]
     assert [one.answers for one in shown] == [["1"], ["2"], []]
     assert shown[-1].text == "done 2"
     own = sum(len(made.one(ids, 300).ids) for ids in ([], []))  # two calls of equal length
@@ -90,6 +91,19 @@ def test_the_environment_judges_each_completion_by_itself(tmp_path) -> None:
     result.write(tmp_path)
     assert EvaluationResult.read(tmp_path).outcomes == result.outcomes
     assert json.loads(result.greedy[0].transcript)[1] == {"role": "tool", "name": "add", "content": "1"}
+
+
+def test_a_call_is_shown_with_its_lines_and_a_heading_is_one_short_line() -> None:
+    program = "def f(x):\n    return sum(x)"
+    call = {"function": {"name": "run", "arguments": {"program": program, "seconds": 2}}}
+    said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "3 of 3 " * 40}]
+    (shown,) = turns_in(json.dumps(said))
+    assert shown.calls == [f"run(program=\n{program}\n, seconds=2)"]
+    called, answered = shown.heading.split(" → ")
+    assert called == "run(program= def f(x): return sum(x) , seconds=2)"
+    assert len(answered) == 60
+    assert answered.endswith("…")
+    assert "\n" not in shown.heading
 
 
 @pytest.mark.parametrize("room", [5, 30, 61])
