@@ -30,11 +30,17 @@ def judge() -> CodeReward:
     return CodeReward(score="share")
 
 
-def passed(program: str, tests: list[str]) -> int:
-    """Return how many of the tests a program passes, run in the sandbox."""
-    fenced = f"```python\n{program}\n```"
+def passed(program: str, tests: tuple[str, ...]) -> int:
+    """Return how many of the tests a program passes. Samples of a group often write the same program: it runs once."""
     with ONE_AT_A_TIME:
-        return judge().judge([fenced], ["\n".join(tests)])[0].passed
+        return passed_in_sandbox(program, tests)
+
+
+@functools.lru_cache(maxsize=10_000)
+def passed_in_sandbox(program: str, tests: tuple[str, ...]) -> int:
+    """Run the program in the sandbox and return how many of the tests it passes."""
+    fenced = f"```python\n{program}\n```"
+    return judge().judge([fenced], ["\n".join(tests)])[0].passed
 
 
 class Program:
@@ -43,7 +49,7 @@ class Program:
     deterministic = True
 
     def reset(self, tests: str, **_: Any) -> None:
-        self._tests = tests.split("\n")
+        self._tests = tuple(tests.split("\n"))
         self._program = ""
 
     def run(self, program: str) -> str:
@@ -57,11 +63,14 @@ class Program:
         return f"{passed(program, self._tests[:SHOWN])} of {SHOWN}"
 
     def get_reward(self) -> float:
-        return float(self._program != "" and passed(self._program, self._tests) == len(self._tests))
+        shown = self._tests[:SHOWN]
+        if passed(self._program, shown) < SHOWN:
+            return 0.0
+        return float(passed(self._program, self._tests) == len(self._tests))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in plain values."""
-        return {"tests": self._tests, "program": self._program}
+        return {"tests": list(self._tests), "program": self._program}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state.
@@ -69,7 +78,7 @@ class Program:
         Args:
             state: What `state_dict` returned.
         """
-        self._tests = list(state["tests"])
+        self._tests = tuple(state["tests"])
         self._program = state["program"]
 
 
