@@ -24,7 +24,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "docs" / "measured_runs.json"
 PAGES = [
     ROOT / name
-    for name in ("README.md", "docs/measured.md", "recipes/quickstart/README.md", "recipes/lab/misreading/README.md")
+    for name in (
+        "README.md",
+        "docs/measured.md",
+        "recipes/quickstart/README.md",
+        "recipes/lab/misreading/README.md",
+        "recipes/turns/README.md",
+    )
 ]
 MARKED = re.compile(r"(<!-- measured: (\S+) (\w+) -->).*?(<!-- end of measured -->)", re.S)
 SHOWN = {
