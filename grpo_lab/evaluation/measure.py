@@ -31,8 +31,9 @@ from grpo_lab.engines.generators import (
 )
 from grpo_lab.engines.thinking_budget import tokens_of_thinking
 from grpo_lab.evaluation.in_turns import TurnGenerator
-from grpo_lab.evaluation.result import EvaluationResult, Kind, Outcome, ReadAnswer, answer_reader, as_text, read_outcome
+from grpo_lab.evaluation.result import EvaluationResult, Kind, Outcome, as_text, read_outcome
 from grpo_lab.evaluation.transcript import last_words, question_in, transcript_of
+from grpo_lab.evaluation.votes import ReadAnswer, answer_reader
 from grpo_lab.io import append_json_line
 from grpo_lab.reading import json_lines
 from grpo_lab.verifiers.verdict import checked_scores

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from fractions import Fraction
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -16,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from grpo_lab.evaluation import statistics
 from grpo_lab.evaluation.calibration import Calibration, agreement, calibrated
 from grpo_lab.evaluation.statistics import Interval, Vote, is_number
+from grpo_lab.evaluation.votes import DECIMAL, vote_key
 from grpo_lab.io import write_json, write_json_lines, write_whole
 from grpo_lab.reading import read_json_lines, read_record
 from grpo_lab.rewards.arithmetic import works_out
 from grpo_lab.rewards.completion import reflects
-from grpo_lab.verifiers.canonical import canonical
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
 
@@ -132,44 +130,6 @@ def as_text(value: object) -> str | None:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-ReadAnswer = Callable[[str], "str | None"]
-
-_LONGEST_NAME = 200
-# Forty digits are more than an answer needs; without a bound "1e999999999" would be expanded for hours.
-_DECIMAL = re.compile(r"[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})", re.ASCII)
-_FRACTION = re.compile(r"([-+]?)(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(\d{1,40})/(\d{1,40}))", re.ASCII)
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)
-_SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)", re.ASCII)
-
-
-def answer_reader(reward: Any) -> ReadAnswer | None:
-    """Return the function with which an `AccuracyReward` (or a subclass) reads an answer; None for other rewards."""
-    from grpo_lab.rewards.math.accuracy import AccuracyReward
-
-    if not isinstance(reward, AccuracyReward):
-        return None
-    return lambda completion: getattr(reward.read(completion), "text", None)
-
-
-def vote_key(answer: str) -> str:
-    """Return the name under which an answer votes: numbers and fractions by value (`$1,234.50` is `1234.5`, `1/2` is
-    `\\frac12`), all else by its canonical spelling. So answers that only algebra can match vote apart."""
-    text = answer.strip()
-    if len(text) > _LONGEST_NAME:
-        return text
-    text = "".join(canonical(text).split())
-    if _THOUSANDS.match(text):
-        number = text.replace(",", "")
-    else:
-        number = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
-    if _DECIMAL.fullmatch(number):
-        return str(Fraction(number))
-    parts = _FRACTION.fullmatch(number)
-    if parts and int(bottom := parts[3] or parts[5]):
-        return str(Fraction(int(parts[1] + (parts[2] or parts[4])), int(bottom)))
-    return text
-
-
 @dataclass(frozen=True)
 class EvaluationResult:
     """Outcomes of one model on one set of problems. Every number below is computed from ``outcomes``.
@@ -218,6 +178,16 @@ class EvaluationResult:
     def pass_at(self) -> dict[int, Interval]:
         """k → unbiased pass@k, averaged over the problems with at least k scorable samples."""
         return self._over_problems(lambda votes, k: statistics.pass_at_k(len(votes), sum(c for _, c in votes), k))
+
+    @cached_property
+    def pass_at_by(self) -> dict[str, dict[int, Interval]]:
+        """`pass_at` over the problems of each value of the column that the setting `by` names; numbers among the values
+        are sorted."""
+        found: dict[str, list[Outcome]] = {}
+        for one in self.sampled:
+            if one.group is not None:
+                found.setdefault(one.group, []).append(one)
+        return {group: replace(self, outcomes=tuple(found[group])).pass_at for group in sorted(found, key=_in_order)}
 
     @cached_property
     def majority_at(self) -> dict[int, Interval]:
@@ -297,9 +267,12 @@ class EvaluationResult:
         sampled = None
         if self.sampled:
             sampled = _tally(self.sampled, self.sampled_accuracy) | {
-                "pass_at": {str(k): interval.to_dict() for k, interval in self.pass_at.items()},
-                "majority_at": {str(k): interval.to_dict() for k, interval in self.majority_at.items()},
+                "pass_at": _plain(self.pass_at),
+                "majority_at": _plain(self.majority_at),
             }
+            groups = {group: _plain(pass_at) for group, pass_at in self.pass_at_by.items()}
+            if groups:
+                sampled["pass_at_by"] = {str(self.settings.get("by")): groups}
         return {
             "problems": self.n_problems,
             "greedy": self.numbers | self._by() if self.greedy else None,
@@ -351,10 +324,15 @@ def mean(values: Iterable[float | None]) -> float | None:
     return fmean(there) if there else None
 
 
+def _plain(intervals: Mapping[int, Interval]) -> dict[str, Any]:
+    """Return intervals by k as they stand in `summary.json`."""
+    return {str(k): interval.to_dict() for k, interval in intervals.items()}
+
+
 def _in_order(group: str) -> tuple[bool, float, str]:
     """Sort key: numbers by value, then other texts."""
     number = None
-    if _DECIMAL.fullmatch(group):
+    if DECIMAL.fullmatch(group):
         number = float(group)
     return number is None, number or 0.0, group
 

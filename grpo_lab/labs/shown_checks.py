@@ -18,6 +18,8 @@ from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 OF_LOG = ("mean", "last")
 """Functions that a column may apply to a logged metric."""
+OF_GROUPS = ("greedy.accuracy_by.", "sampled.pass_at_by.")
+"""Places of an evaluation's summary that name a group of problems."""
 
 
 def check_shown(
@@ -70,7 +72,7 @@ def _check_place(name: str, where: str, jobs: Mapping[str, Job]) -> None:
     for arm, job in jobs.items():
         if job.evaluation is None:
             raise ValueError(f"`{where}` is {name!r}, and the recipe of arm {arm!r} has no `evaluation`")
-        if not (job.evaluation.by and name.startswith("greedy.accuracy_by.")):
+        if not (job.evaluation.by and name.startswith(OF_GROUPS)):
             number_at(_made_up(job.evaluation).summary(), name, where)
 
 

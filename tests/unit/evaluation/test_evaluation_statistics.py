@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_lab.evaluation.power import difference_seen, pooled_sd, power_over_seeds, seeds_needed
-from grpo_lab.evaluation.result import vote_key
 from grpo_lab.evaluation.statistics import (
     accuracy_interval,
     clustered_interval,
@@ -22,6 +21,7 @@ from grpo_lab.evaluation.statistics import (
     pass_at_k,
     wilson_interval,
 )
+from grpo_lab.evaluation.votes import vote_key
 
 Z = NormalDist().inv_cdf(0.975)
 

@@ -83,7 +83,7 @@ def test_boxed_by_hand(boxed: BoxedReward, text: str, paid: float) -> None:
 
 def test_boxed_keeps_the_rest_of_accuracy(boxed: BoxedReward) -> None:
     """A gold that nobody can earn is None whatever the completion; maj@k reads answers by the same eyes."""
-    from grpo_lab.evaluation.result import answer_reader
+    from grpo_lab.evaluation.votes import answer_reader
 
     assert boxed(completions=["nothing", r"\boxed{1}"], solution=[None, ""]) == [None, None]
     read = answer_reader(boxed)

@@ -1,0 +1,194 @@
+"""The capability lab's report: pass@k by depth before and after RL, and what the lab's rule calls the change.
+
+The rule was written down before the first counted cell: recipes/lab/capability/README.md. A depth is the number of
+calculations that a problem takes. Arms are called ``depths, reward``, or by one name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from grpo_lab.evaluation.statistics import half_width_over_seeds
+from grpo_lab.io import write_whole_text
+from grpo_lab.labs.cells import Found
+from grpo_lab.labs.experiment import Options
+from grpo_lab.labs.tables import Lines, draw, markdown
+from grpo_lab.rewards import AccuracyReward
+from grpo_lab.rewards.arithmetic import equation_list
+from grpo_lab.rewards.completion import completion_text
+from grpo_lab.verifiers.verdict import CORRECT_FROM
+
+COLUMN = re.compile(r"depth (\d+): pass@(\d+)")
+REFERENCE = "outcome"
+"""Reward that the others are compared with."""
+NO_ROOM = 0.95
+"""Pass@k of the start from which on a gain at that k is not looked for."""
+Values = Mapping[int, float]
+"""Seed → number."""
+
+
+def whole_solution(completions: Sequence[Any], worked_solution: Sequence[str], **columns: Any) -> list[float | None]:
+    """Return 1 for a completion with the right answer and the calculations of the worked solution in their order, else
+    0; None if its answer cannot be scored.
+
+    An answer alone may be luck: one of a few dozen numbers, and 128 tries.
+    """
+    scores = AccuracyReward(mode="strict")(completions=completions, **columns)
+    found: list[float | None] = []
+    for score, completion, solution in zip(scores, completions, worked_solution, strict=True):
+        if score is None:
+            found.append(None)
+        else:
+            same = equation_list(completion_text(completion)) == equation_list(solution)
+            found.append(float(score >= CORRECT_FROM and same))
+    return found
+
+
+def report(found: Found, options: Options) -> str:
+    """Write ``table.md`` and ``curves.png``; return the text to print."""
+    depths, ks = measured_at(found)
+    parts = [table(found, depths, ks), gains_table(found, depths, ks), rewards_table(found, depths, ks)]
+    text = "\n\n".join(filter(None, parts))
+    write_whole_text(options.folder / "table.md", f"{text}\n")
+    draw(curves(found, depths, ks), options.folder / "curves.png", "log2 of k")
+    return text
+
+
+def measured_at(found: Found) -> tuple[list[int], list[int]]:
+    """Return the depths and the k for which the records have ``depth D: pass@K``."""
+    names = next(iter(found.values()))[0]["after"]
+    places = [(int(match[1]), int(match[2])) for name in names if (match := COLUMN.fullmatch(name))]
+    depths = sorted({depth for depth, _ in places})
+    ks = sorted({k for _, k in places})
+    return depths, ks
+
+
+def after(found: Found, arm: str, depth: int, k: int) -> Values:
+    """Return pass@k after RL, by seed."""
+    return {run["seed"]: run["after"][f"depth {depth}: pass@{k}"] for run in found.get(arm, [])}
+
+
+def before(found: Found, depth: int, k: int) -> Values:
+    """Return pass@k of the start, by seed, from those arms that measured it."""
+    runs = [run for of_arm in found.values() for run in of_arm if run["before"]]
+    return {run["seed"]: run["before"][f"depth {depth}: pass@{k}"] for run in runs}
+
+
+def points(one: Values, other: Values) -> list[float]:
+    """Return one − other in points, for each seed that both have."""
+    return [100 * (one[seed] - other[seed]) for seed in sorted(one) if seed in other]
+
+
+def interval(numbers: Sequence[float], form: str) -> str:
+    """Format the mean with half of its 95% interval over seeds, if there are two."""
+    if not numbers:
+        return "–"
+    half = half_width_over_seeds(numbers)
+    mean = format(fmean(numbers), form)
+    if half is None:
+        return mean
+    return f"{mean} ± {format(half, form.lstrip('+'))}"
+
+
+def side(differences: Sequence[float]) -> int:
+    """Return 1 if the 95% interval of the mean lies above 0, −1 if it lies below, else 0; 0 for fewer than two."""
+    half = half_width_over_seeds(differences)
+    if half is None or abs(fmean(differences)) <= half:
+        return 0
+    return int(math.copysign(1, fmean(differences)))
+
+
+def verdict(first: Sequence[float], last: Sequence[float], start: Sequence[float]) -> str:
+    """Return what the rule calls a change. ``first``, ``last``: gains at the smallest and the largest k, in points;
+    ``start``: pass@k of the start at the largest. A dash for fewer than two seeds."""
+    if len(last) < 2:
+        return "–"
+    if side(last) < 0:
+        return "narrows"
+    if side(last) > 0 and fmean(start) < NO_ROOM:
+        return "adds"
+    return {1: "sharpens", -1: "loses", 0: "not shown"}[side(first)]
+
+
+def table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
+    """Make a table of pass@k at the smallest and the largest k: a row an arm, a column a depth."""
+    ends = (ks[0], ks[-1])
+    rows = []
+    for arm in ("(start)", *found):
+        cells = []
+        seeds = 0
+        for depth in depths:
+            both = [before(found, depth, k) if arm == "(start)" else after(found, arm, depth, k) for k in ends]
+            cells.append("; ".join(interval([*one.values()], ".3f") for one in both))
+            seeds = len(both[0])
+        rows.append([arm, str(seeds), *cells])
+    heads = [f"depth {depth}: pass@{ends[0]}; pass@{ends[1]}" for depth in depths]
+    return markdown(["arm", "seeds", *heads], rows)
+
+
+def gains_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
+    """Make a table of the gains over the start, seed by seed, with the rule's word for each; then how many intervals
+    exclude 0."""
+    rows = []
+    sides = []
+    for arm in found:
+        cells = []
+        for depth in depths:
+            first = points(after(found, arm, depth, ks[0]), before(found, depth, ks[0]))
+            last = points(after(found, arm, depth, ks[-1]), before(found, depth, ks[-1]))
+            word = verdict(first, last, [*before(found, depth, ks[-1]).values()])
+            cells.append(f"{interval(first, '+.1f')}; {interval(last, '+.1f')}: {word}")
+            sides += [side(one) for one in (first, last) if len(one) > 1]
+        rows.append([arm, *cells])
+    heads = [f"depth {depth}" for depth in depths]
+    title = f"Gain over the start at pass@{ks[0]}; at pass@{ks[-1]}, in points, seed by seed:"
+    chance = f"{sum(map(abs, sides))} of {len(sides)} intervals exclude 0; by chance {0.05 * len(sides):.1f} would."
+    return f"{title}\n\n{markdown(['arm', *heads], rows)}\n\n- {chance}"
+
+
+def rewards_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
+    """Make a table of each arm less the one that it is compared with (`reference_of`); empty if there are none."""
+    rows = []
+    for arm in found:
+        other = reference_of(arm, found)
+        if other != arm and other in found:
+            cells = []
+            for depth in depths:
+                ends = [points(after(found, arm, depth, k), after(found, other, depth, k)) for k in (ks[0], ks[-1])]
+                cells.append("; ".join(interval(one, "+.1f") for one in ends))
+            rows.append([f"{arm} − {other}", *cells])
+    if not rows:
+        return ""
+    heads = [f"depth {depth}" for depth in depths]
+    return f"One arm less another, likewise:\n\n{markdown(['arms', *heads], rows)}"
+
+
+def reference_of(arm: str, found: Found) -> str:
+    """Return the arm of the same depths with the outcome reward; for an arm of one name the lab's first arm."""
+    depths, comma, _ = arm.partition(", ")
+    if comma:
+        return f"{depths}, {REFERENCE}"
+    return next(iter(found))
+
+
+def curves(found: Found, depths: Sequence[int], ks: Sequence[int]) -> dict[str, Lines]:
+    """Return pass@k over log2 k for the figure: a panel for each depth and reward, a line an arm, the start first."""
+    panels: dict[str, dict[str, list[list[tuple[float, float]]]]] = {}
+    for depth in depths:
+        start = over_k({k: before(found, depth, k) for k in ks})
+        for arm in found:
+            name, _, reward = arm.partition(", ")
+            title = ", ".join(filter(None, (f"depth {depth}: pass@k", reward)))
+            panel = panels.setdefault(title, {"start": start} if start else {})
+            panel[name] = over_k({k: after(found, arm, depth, k) for k in ks})
+    return dict(panels)
+
+
+def over_k(values: Mapping[int, Values]) -> list[list[tuple[float, float]]]:
+    """Return a curve (log2 k, pass@k) for each seed."""
+    seeds = next(iter(values.values()))
+    return [[(math.log2(k), of_k[seed]) for k, of_k in values.items()] for seed in seeds]
