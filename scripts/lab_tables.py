@@ -24,7 +24,11 @@ MEASURED, RECORDS = ROOT / "docs" / "measured.md", ROOT / "docs" / "labs_records
 KEPT = ("seed", "before", "after", "process_seconds")
 BLOCK = re.compile(r"(<!-- lab ([\w/-]+): begin -->\n)(.*?)(?=<!-- lab \2: end -->)", re.DOTALL)
 LINES = re.compile(r"(<!-- labs: begin -->\n).*?(?=<!-- labs: end -->)", re.DOTALL)
-SAID = {"overoptimisation": "truth", "court": "4 old: pass@1; pass@16; collapses"}
+SAID = {
+    "overoptimisation": "truth",
+    "court": "4 old: pass@1; pass@16; collapses",
+    "capability": "depth 4: pass@1; pass@128",
+}
 """Lab → the column of its table that docs/measured.md shows, where that is not the first."""
 SEEDS = re.compile(r" \([\d., -]+\)$")
 """The values of single seeds at the end of a cell, or of a difference between arms."""

@@ -80,6 +80,7 @@ HELD: dict[str, str | tuple[str, str]] = {
         "minutes",
         "an experiment, from the models of R1's pipeline",
     ),
+    "grpo-lab lab capability*": "tests/unit/labs/test_capability.py::test_a_cell_in_short",
     "grpo-lab lab *.yaml": f"{COMPARING}test_a_team_s_lab_by_its_path_as_a_module",
     "grpo-lab lab *": f"{COMPARING}test_every_lab_that_trains_in_small",
     "make labs": f"{COMPARING}test_every_lab_that_trains_in_small",
@@ -118,6 +119,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "python recipes/lab/sorting/sources.py*": (
         "tests/unit/labs/test_sorting_sources.py::test_the_sources_sorting_run_begins_at_chance_and_learns"
     ),
+    "grpo-lab train --config recipes/lab/capability/gpu.yaml*": ("gpu", "dry-run by tests/recipes/test_recipes.py"),
     "grpo-lab train --config recipes/lab/sorting/*": (
         "minutes",
         "an experiment; its recipe is dry-run by tests/recipes/test_recipes.py",

@@ -1,4 +1,4 @@
-"""The capability lab: what counts as solved, paired pass@k against its definition, the rule's words, a cell in short."""
+"""The capability lab: what counts as solved, pass@k by group and paired gains by definition, a cell in short."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_the_report_says_gains_words_and_differences(tmp_path: Path) -> None:
 
 
 SHORT = {
-    "model.tiny.hidden_size": 32, "model.tiny.num_heads": 2, "cold_start.data.taught.n": 64, "cold_start.data.edge.n": 16,
+    "model.tiny.hidden_size": 32, "model.tiny.num_heads": 2,
+    "cold_start.data.taught.n": 64, "cold_start.data.edge.n": 16,
     "cold_start.max_steps": 2, "cold_start.per_device_train_batch_size": 8, "data.n": 32, "max_steps": 1,
     "per_device_train_batch_size": 16, "max_completion_length": 12, "evaluation.n_samples": 128,
     "evaluation.data.three.n": 1, "evaluation.data.four.n": 1, "evaluation.data.five.n": 1,
