@@ -25,6 +25,7 @@ FROM_OUTSIDE = {
     "recipes/lab/chains/README.md": "recipes/lab/chains/README.md",
     "recipes/lab/sorting/README.md": "recipes/lab/sorting/README.md",
     "recipes/lab/court/README.md": "recipes/lab/court/README.md",
+    "recipes/lab/capability/README.md": "recipes/lab/capability/README.md",
 }
 _LINK = re.compile(r"\]\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 _FENCE = re.compile(r"^ *(`{3,}|~{3,})")
