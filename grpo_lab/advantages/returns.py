@@ -51,6 +51,11 @@ DELTAS: dict[str, Callable[[], Callable[[Tensor, int], Tensor]]] = {
 }
 
 
+def check_delta(name: str) -> None:
+    if name not in DELTAS:
+        raise ValueError(f"`advantage.delta` is {name!r}; it must be one of {tuple(DELTAS)}")
+
+
 @dataclass(frozen=True)
 class Returns:
     """Â_{i,t} = Σ_{k ≥ t} γ^{n(t,k)} r_{i,k}, where r_{i,k} is Δ_i on the last own token and 0 before it.
@@ -74,8 +79,7 @@ class Returns:
 
     def __post_init__(self) -> None:
         check_discount("`advantage.gamma`", self.gamma)
-        if self.delta not in DELTAS:
-            raise ValueError(f"`advantage.delta` is {self.delta!r}; it must be one of {tuple(DELTAS)}")
+        check_delta(self.delta)
 
     def __call__(self, table: RewardTable) -> Tensor:
         """Return advantages ``[B, T]`` (float64) of this rank's rows. Raises ValueError for a table without them

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.returns import DELTAS
+from grpo_lab.advantages.returns import DELTAS, check_delta, check_discount
 from grpo_lab.advantages.turn_table import (
     discounted,
     known_sum,
@@ -54,10 +54,8 @@ class TurnReturns:
     delta: str = "group_mean"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.gamma <= 1:
-            raise ValueError(f"`advantage.gamma` is {self.gamma}; it must lie in [0, 1]")
-        if self.delta not in DELTAS:
-            raise ValueError(f"`advantage.delta` is {self.delta!r}; it must be one of {tuple(DELTAS)}")
+        check_discount("`advantage.gamma`", self.gamma)
+        check_delta(self.delta)
 
     def __call__(self, table: RewardTable) -> Tensor:
         """Return advantages ``[B, T]`` (float64) of this rank's rows. Raises ValueError for a table without them

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.advantages.gae import LAM, gae
+from grpo_lab.advantages.returns import check_discount
 from grpo_lab.advantages.turn_table import scored_turns, turn_of_tokens
 from grpo_lab.batch import RewardTable
 
@@ -43,9 +44,7 @@ class TurnGAE:
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam", "turn_gamma"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ValueError(f"`advantage.{name}` is {value}; it must lie in [0, 1]")
+            check_discount(f"`advantage.{name}`", getattr(self, name))
 
     def __call__(self, table: RewardTable) -> Tensor:
         """Return advantages ``[B, T]`` (float64) of this rank's rows. Raises ValueError for a table without a critic's

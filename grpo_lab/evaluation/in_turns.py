@@ -137,13 +137,11 @@ class TurnGenerator:
         offers = [Offer({**named(self.tools), **self._tools_of(one)}, schemas) for one in environments]
         context = self.context or sys.maxsize
         limits = LoopLimits(
+            settings=self.settings,
             max_turns=self.settings.max_turns or sys.maxsize,
             completion=max_new_tokens,
             context=context,
             ends=self.ends,
-            turn_tokens=self.settings.turn_tokens,
-            max_concurrent=self.settings.max_concurrent,
-            answers_unparsable=self.settings.unparsable == "answer",
         )
         begun = [Trajectory.begin(ids) for ids in prompts for _ in range(n)]
         engine = RoundsOf(self.generate, temperature, seed, context, self.ends)

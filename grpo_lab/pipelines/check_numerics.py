@@ -20,9 +20,9 @@ import torch
 from rich.console import Console
 
 from grpo_lab.diagnostics.numerics import Evidence, Gap, by_part, quarter_of, verdict
-from grpo_lab.engines.forward import Rows
-from grpo_lab.engines.generators import Messages, stop_token_ids
-from grpo_lab.engines.vllm.asked_engine import AskedEngine, ColocatedEngine, ServedEngine, tokens_of_messages
+from grpo_lab.engines.forward import Rows, forward_logprobs
+from grpo_lab.engines.generators import Messages, render_prompt, stop_token_ids
+from grpo_lab.engines.vllm.asked_engine import AskedEngine, ColocatedEngine, ServedEngine
 from grpo_lab.engines.vllm.engine import EngineOptions, add_engine_options, engine_factory, engine_options_of
 from grpo_lab.engines.vllm.presence import refuse_without_engine
 from grpo_lab.engines.weights.adapter import AdapterFiles, adapter_tensors
@@ -139,7 +139,7 @@ def _prompts(data: str, count: int) -> list[Messages]:
 def first_difference(engine: AskedEngine, tokenizer: Any, prompts: Sequence[Messages]) -> str | None:
     """Return where the engine renders a prompt, or a tool's answer after one, to other tokens; None: nowhere."""
     for number, messages in enumerate([*prompts, _with_answer(prompts[0], "7")], start=1):
-        ours = tokens_of_messages(tokenizer, messages, TOOLS)
+        ours = rendered(messages, tokenizer)
         theirs = engine.rendered(messages, TOOLS)
         if ours != theirs:
             pairs = zip(ours, theirs, strict=False)
@@ -150,6 +150,11 @@ def first_difference(engine: AskedEngine, tokenizer: Any, prompts: Sequence[Mess
                 which = "a prompt with a tool's answer"
             return f"{which} differs from token {place} on, {here} in the trainer and {there} in the engine"
     return None
+
+
+def rendered(messages: Messages, tokenizer: Any) -> list[int]:
+    """Return the trainer's tokens of messages and the tool, with the header of the next turn."""
+    return render_prompt(messages, tokenizer, {"tools": TOOLS}).ids
 
 
 def _with_answer(prompt: Messages, answer: str) -> list[dict[str, Any]]:
@@ -172,7 +177,7 @@ def tool_tokens(tokenizer: Any, prompt: Messages, stops: Sequence[int], room: in
     found: list[int] = []
     while words:
         answer = tokenizer.decode(words)
-        ids = tokens_of_messages(tokenizer, _with_answer(prompt, answer), TOOLS)
+        ids = rendered(_with_answer(prompt, answer), tokenizer)
         said, call, _ = tokenizer.decode(ids).rpartition(CALLED_WITH)
         behind = len(tokenizer(said + call, add_special_tokens=False)["input_ids"])
         end = next((place for place in range(behind, len(ids)) if ids[place] in stops), None)
@@ -190,7 +195,7 @@ def write_transcripts(
 ) -> list[Trajectory]:
     """Let the engine write transcripts of at most ``length`` tokens. Turns, and the answers between them, share evenly
     what the longest prompt leaves. Raises ValueError if that is too little."""
-    found = [Trajectory.begin(tokens_of_messages(tokenizer, prompt, TOOLS)) for prompt in prompts]
+    found = [Trajectory.begin(rendered(prompt, tokenizer)) for prompt in prompts]
     longest = max(len(one.prompt) for one in found)
     room = (length - 1 - longest) // (2 * turns - 1)
     if room < 4:
@@ -210,16 +215,11 @@ def write_transcripts(
 
 @torch.no_grad()
 def trainer_reads(model: Any, rows: Rows, written: Rows, autocast: bool = False) -> list[list[float]]:
-    """Return the trainer's log-probs of what was written after each row, in nats. A row at a time, and logits of what
-    was written alone: all of them may not fit."""
+    """Return the trainer's log-probs of what was written after each row, in nats. A row at a time: logits of all may
+    not fit."""
     device = next(model.parameters()).device
-    found = []
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        for row, ids in zip(rows, written, strict=True):
-            whole = torch.tensor([[*row, *ids]], device=device)
-            logits = model(input_ids=whole, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1]
-            found.append(logits.float().log_softmax(-1).gather(-1, whole[0, len(row) :, None])[:, 0].tolist())
-    return found
+        return [forward_logprobs(model, [row], [ids])[0] for row, ids in zip(rows, written, strict=True)]
 
 
 def measure(

@@ -16,11 +16,10 @@ from grpo_lab.rewards.protocol import GroupReward, group_reward
 from grpo_lab.rewards.puzzles import CoinReward, CountdownReward, ProofReward, SortingReward
 from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
 from grpo_lab.rewards.token_classification import TokenClassificationSteps
-from grpo_lab.rewards.turn_scores import AsyncTurnRewards, JudgedByEnvironment, TurnLimits, TurnRewards
+from grpo_lab.rewards.turn_scores import JudgedByEnvironment, TurnLimits, TurnRewards
 
 __all__ = [
     "AccuracyReward",
-    "AsyncTurnRewards",
     "BoxedReward",
     "CodeReward",
     "CoinReward",

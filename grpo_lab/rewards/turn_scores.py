@@ -11,6 +11,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,7 +28,8 @@ class TurnRewards(StepReward):
 
     Without ``score`` the environments are asked: ``turn_rewards()``, or ``turn_rewards(turns)``, returns one number a
     turn, ``None`` for a turn that it does not score. An environment without that method scores none. ``LabTrainer``
-    finds the method by itself, as TRL finds ``get_reward``; name this reward to give it a weight.
+    finds the method by itself, as TRL finds ``get_reward``; name this reward to give it a weight. Answers of ``async
+    def`` are awaited, those of a batch side by side.
 
     Args:
         score: ``score(messages, turns, **columns)`` returns one completion's scores: ``messages`` is the completion as
@@ -40,8 +42,6 @@ class TurnRewards(StepReward):
     def __init__(self, score: Callable[..., Any] | None = None) -> None:
         self.score = score
         self.__name__ = str(getattr(score, "__name__", "turn_rewards"))
-        if score is not None and inspect.iscoroutinefunction(score) and not isinstance(self, AsyncTurnRewards):
-            raise ValueError(f"{self.name} is an `async def`: give it to AsyncTurnRewards, which awaits it")
 
     def score_steps(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
@@ -55,8 +55,7 @@ class TurnRewards(StepReward):
         if self.score is not None or TURNS_COLUMN in columns:
             return super().means(prompts, completions, completion_ids=completion_ids, **columns)
         found = self._asked(completions, [None] * len(completions), columns)
-        numbered = [[(place, score) for place, score in enumerate(scores)] for scores in found]
-        return [mean_score(steps) for steps in numbered]
+        return [mean_score(list(enumerate(scores))) for scores in found]
 
     def _asked(self, completions: Sequence[Any], turns: Sequence[Any], columns: Mapping[str, Any]) -> list[Any]:
         """Return what the environments or the function answer for each completion."""
@@ -67,22 +66,21 @@ class TurnRewards(StepReward):
                     f"{self.name} asks environments for the scores of their turns, and this run has none: set "
                     "`environment_factory`, or give a function, TurnRewards(score)"
                 )
-            return [_answer(*one) for one in zip(environments, turns, strict=True)]
+            return answers_of([_answer(*one) for one in zip(environments, turns, strict=True)])
         rows = [
             {name: values[row] for name, values in columns.items() if isinstance(values, list)}
             for row in range(len(completions))
         ]
-        return [
+        asked = [
             self.score(messages=messages, **{**row, TURNS_COLUMN: own})
             for messages, own, row in zip(completions, turns, rows, strict=True)
         ]
+        return answers_of(asked)
 
     def _placed(self, answers: Sequence[Any], turns: Sequence[Sequence[Turn]]) -> list[StepScores]:
         """Check that each completion has one score a turn, and place them. A turn without a token has no place."""
         placed = []
         for row, (scores, own) in enumerate(zip(answers, turns, strict=True)):
-            if inspect.isawaitable(scores):
-                raise ValueError(f"{self.name} gave a coroutine, which nobody awaits: use AsyncTurnRewards")
             if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != len(own):
                 raise ValueError(
                     f"{self.name} gave {scores!r} for completion {row}, which has {len(own)} turns; it gives one score "
@@ -90,30 +88,6 @@ class TurnRewards(StepReward):
                 )
             placed.append([(turn.end - 1, score) for turn, score in zip(own, scores) if turn.end > turn.first])
         return placed
-
-
-class AsyncTurnRewards(TurnRewards):
-    """``TurnRewards`` whose environments or function answer by ``async def``. TRL awaits it on its own loop, beside
-    other asynchronous rewards."""
-
-    async def score_steps(  # type: ignore[override]
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
-    ) -> list[StepScores]:
-        turns = turns_of_rows(columns, self.name)
-        asked = self._asked(completions, turns, columns)
-        return self._placed(await asyncio.gather(*map(_awaited, asked)), turns)
-
-    async def __call__(  # type: ignore[override]
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
-    ) -> list[StepScores]:
-        scored = await self.score_steps(prompts, completions, completion_ids=completion_ids, **columns)
-        return self.checked(scored, completion_ids)
-
-
-async def _awaited(answer: Any) -> Any:
-    if inspect.isawaitable(answer):
-        return await answer
-    return answer
 
 
 def _answer(environment: Any, turns: Sequence[Turn] | None) -> Any:
@@ -128,12 +102,9 @@ def _answer(environment: Any, turns: Sequence[Turn] | None) -> Any:
 
 def of_environments(kinds: Sequence[type]) -> TurnRewards | None:
     """Return the reward that asks environments of these classes for their turns' scores; None if none has any."""
-    methods = [method for kind in kinds if callable(method := getattr(kind, "turn_rewards", None))]
-    if not methods:
-        return None
-    if any(map(inspect.iscoroutinefunction, methods)):
-        return AsyncTurnRewards()
-    return TurnRewards()
+    if any(callable(getattr(kind, "turn_rewards", None)) for kind in kinds):
+        return TurnRewards()
+    return None
 
 
 def turns_of_rows(columns: Mapping[str, Any], who: str) -> list[Sequence[Turn]]:
@@ -229,11 +200,21 @@ class JudgedByEnvironment:
                 "the reward `environment` asks each completion's environment for `get_reward`, and there is none: set "
                 "`environment_factory` to one that has it, or name another reward"
             )
-        return [answer_of(one.get_reward()) for one in environments]
+        return answers_of([one.get_reward() for one in environments])
 
 
-def answer_of(answer: Any) -> Any:
-    """Return an answer, or what it gives once it is awaited."""
-    if not inspect.isawaitable(answer):
+def answers_of(asked: Sequence[Any]) -> list[Any]:
+    """Return what was answered; coroutines among the answers are awaited side by side."""
+    if not any(map(inspect.isawaitable, asked)):
+        return list(asked)
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may have a loop that runs, as in a notebook
+        return thread.submit(asyncio.run, _awaited(asked)).result()
+
+
+async def _awaited(asked: Sequence[Any]) -> list[Any]:
+    async def one_of(answer: Any) -> Any:
+        if inspect.isawaitable(answer):
+            return await answer
         return answer
-    return asyncio.run(_awaited(answer))
+
+    return await asyncio.gather(*map(one_of, asked))

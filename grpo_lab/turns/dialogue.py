@@ -19,6 +19,7 @@ from typing import Any
 from grpo_lab.turns.protocols import ParsedTurn
 from grpo_lab.turns.trajectory import CutAnew
 from grpo_lab.turns.turn_settings import CUT_MARK
+from grpo_lab.visible import encodable
 
 #: A character that Unicode reserves for a program's own use. It stands between the pieces of a mark in a tool's text.
 SEAM = "\ufdd0"
@@ -216,8 +217,7 @@ def calling(name: str) -> list[dict[str, Any]]:
 
 def readable(text: str) -> str:
     """Return a text that every tokenizer takes: halves of characters (lone surrogates) become U+FFFD."""
-    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return whole.replace(SEAM, "\ufffd")
+    return str(encodable(text)).replace(SEAM, "\ufffd")
 
 
 def tool_name(tool: Any) -> str:

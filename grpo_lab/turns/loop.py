@@ -26,6 +26,7 @@ from typing import Any
 from grpo_lab.engines.thinking_budget import ThinkingBudget
 from grpo_lab.turns.protocols import Dialogue, Journal, Tools, TurnEngine, TurnTokens
 from grpo_lab.turns.trajectory import Call, Trajectory
+from grpo_lab.turns.turn_settings import TurnSettings
 
 #: Seconds of one wait for the engine: while tools are at work, and else.
 SHORT_LOOK = 0.005
@@ -39,29 +40,25 @@ class LoopLimits:
     """Limits of the trajectories of one batch, in tokens and turns.
 
     Args:
+        settings: limits of a turn, and what a call that cannot be read does (``rollout.turns``).
         max_turns: turns that the policy may write.
         completion: tokens of a completion, tool answers included (``max_completion_length``).
         context: tokens of prompt and completion that the engine takes.
         ends: tokens that end a turn.
-        turn_tokens: tokens of one turn; ``None``: only ``completion`` counts.
-        max_concurrent: trajectories that are on their way at the same time; ``None``: all.
-        answers_unparsable: whether a call that cannot be read is answered with an error, or ends its trajectory.
     """
 
+    settings: TurnSettings
     max_turns: int
     completion: int
     context: int
     ends: Collection[int]
-    turn_tokens: int | None = None
-    max_concurrent: int | None = None
-    answers_unparsable: bool = False
 
     def room(self, one: Trajectory) -> int:
         """Return how many tokens the next turn may have."""
         left = self.completion - len(one.ids)
-        if self.turn_tokens is None:
+        if self.settings.turn_tokens is None:
             return left
-        return min(left, self.turn_tokens)
+        return min(left, self.settings.turn_tokens)
 
     def admit(self, one: Trajectory, foreign: Sequence[int]) -> bool:
         """Return whether tokens of tools fit behind a trajectory, and leave the engine something to write."""
@@ -163,7 +160,7 @@ class TurnLoop:
 
     def _begin(self) -> None:
         """Begin what waits, as far as ``max_concurrent`` allows."""
-        most = self.limits.max_concurrent or len(self.trajectories)
+        most = self.limits.settings.max_concurrent or len(self.trajectories)
         while self._waiting and self._on_their_way < most:
             self._ready.add(self._waiting.popleft())
 
@@ -255,7 +252,7 @@ class TurnLoop:
         one = replace(one, messages=[*one.messages, parsed.message], turns=(*one.turns[:-1], last))
         self.trajectories[key] = one
         calls = parsed.message.get("tool_calls")
-        answered = bool(calls) or (unreadable and self.limits.answers_unparsable)
+        answered = bool(calls) or (unreadable and self.limits.settings.unparsable == "answer")
         if answered and len(one.turns) >= self.limits.max_turns:
             self._end(key, one, "turns")
         elif calls:
@@ -276,7 +273,7 @@ class TurnLoop:
         whole = len(before.ids) + len(written.ids)
         if whole >= self.limits.completion or len(before.prompt) + whole >= self.limits.context:
             return "completion"
-        if len(written.ids) == self.limits.turn_tokens:
+        if len(written.ids) == self.limits.settings.turn_tokens:
             return "turn_tokens"
         return None
 

@@ -109,11 +109,6 @@ class Trajectory:
         """Tokens that the engine goes on from: the prompt and the completion."""
         return [*self.prompt, *self.ids]
 
-    @property
-    def own_tokens(self) -> int:
-        """Number of tokens that the policy wrote."""
-        return sum(self.mask)
-
     def with_own(
         self,
         ids: Sequence[int],

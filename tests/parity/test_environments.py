@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, R1ZeroTrainer
-from grpo_lab.rewards import AsyncTurnRewards, TurnRewards, group_reward
+from grpo_lab.rewards import TurnRewards, group_reward
 from grpo_lab.trainer.trl_bridge import OFFERED
 from parity.drop_in_cases import CallsATool, Counter, chats
 from parity.harness import arguments
@@ -112,15 +112,11 @@ IN_TURNS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("factory", "kind"),
-    [(Scored, TurnRewards), (Waiting, AsyncTurnRewards), ({"one": Counter, "two": Scored}, TurnRewards)],
-    ids=["one", "asynchronous", "one of two"],
+    "factory", [Scored, Waiting, {"one": Counter, "two": Scored}], ids=["one", "asynchronous", "one of two"]
 )
-def test_scores_of_turns_are_found_and_are_no_tools(
-    factory: Any, kind: Any, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_scores_of_turns_are_found_and_are_no_tools(factory: Any, models: dict[str, Path], tmp_path: Path) -> None:
     trainer = build(LabTrainer, models, tmp_path, factory, reward_weights=[], **IN_TURNS)
-    assert [type(reward) for reward in trainer.reward_funcs[:1]] == [kind]
+    assert [type(reward) for reward in trainer.reward_funcs[:1]] == [TurnRewards]
     assert trainer.reward_func_names[0] == "turn_rewards"
     assert trainer.reward_weights.tolist() == [1.0] * len(trainer.reward_funcs)
     assert {tool.__name__ for tools in trainer._env_tools.values() for tool in tools} == {"multiply"}

@@ -14,7 +14,7 @@ import ppo_oracle
 import turn_oracle as oracle
 from distributed.turn_credit_worker import build
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.rewards import AsyncTurnRewards, TurnLimits, TurnRewards
+from grpo_lab.rewards import TurnLimits, TurnRewards
 from parity.harness import LENGTHS, Run, arguments, assert_same_movement, movement_difference, train
 
 
@@ -82,7 +82,7 @@ def test_asynchronous_environments_give_the_same(
     monkeypatch.setattr(oracle, "KINDS", (oracle.Walk,) * 3)
     now = run(tmp_path / "now", tiny_folder, [TurnRewards()], **settings)
     monkeypatch.setattr(oracle, "KINDS", (Late,) * 3)
-    late = run(tmp_path / "late", tiny_folder, [AsyncTurnRewards()], **settings)
+    late = run(tmp_path / "late", tiny_folder, [TurnRewards()], **settings)
     assert now.losses == late.losses
     assert now.history[0]["rewards/turn_rewards/mean"] == late.history[0]["rewards/turn_rewards/mean"]
     assert movement_difference(late, now) == 0.0

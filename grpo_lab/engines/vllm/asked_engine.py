@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from grpo_lab.engines.forward import Rows
-from grpo_lab.engines.generators import Messages, of_engine
+from grpo_lab.engines.generators import Messages, of_engine, render_prompt
 from grpo_lab.engines.vllm import talk
 from grpo_lab.engines.vllm.token import Bearer, of_trainer
 from grpo_lab.engines.weights.adapter import AdapterVersion, load_adapter
@@ -70,7 +70,7 @@ class ColocatedEngine:
         return [(one.ids, one.logprobs or []) for one in drawn]
 
     def rendered(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        return tokens_of_messages(self.engine.llm.get_tokenizer(), messages, tools)
+        return render_prompt(messages, self.engine.llm.get_tokenizer(), {"tools": tools}).ids
 
 
 class ServedEngine:
@@ -127,13 +127,3 @@ def _as_sent(message: Mapping[str, Any]) -> dict[str, Any]:
         told = [{**one["function"], "arguments": json.dumps(one["function"]["arguments"])} for one in calls]
         sent["tool_calls"] = [{**one, "function": function} for one, function in zip(calls, told, strict=True)]
     return sent
-
-
-def tokens_of_messages(tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the tokens of messages and tools, with the header of the next turn, as TRL's trainer renders them. Raises
-    ValueError if the chat template fails."""
-    try:
-        text = tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # of jinja2 or of the template itself
-        raise ValueError(f"the chat template cannot render messages with a tool: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

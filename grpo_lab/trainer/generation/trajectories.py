@@ -97,13 +97,11 @@ class Trajectories:
         else:
             context = context_of_config(trainer.accelerator.unwrap_model(trainer.model).config) or sys.maxsize
         return LoopLimits(
+            settings=turns,
             max_turns=turns.max_turns or trainer.max_tool_calling_iterations + 1,
             completion=trainer.max_completion_length,
             context=context,
             ends=frozenset(trainer.eos_token_ids),
-            turn_tokens=turns.turn_tokens,
-            max_concurrent=turns.max_concurrent,
-            answers_unparsable=turns.unparsable == "answer",
         )
 
     def _thinking(self) -> ThinkingBudget | None:
@@ -132,9 +130,10 @@ class Trajectories:
                 self._journal = None
 
     def _no_longer(self) -> AbstractContextManager[None]:
-        if self.limits.turn_tokens is None:
+        longest = self.limits.settings.turn_tokens
+        if longest is None:
             return contextlib.nullcontext()
-        longest = min(self.limits.turn_tokens, self.limits.completion)
+        longest = min(longest, self.limits.completion)
         if self.trainer.use_vllm:
             return replaced(self.trainer.vllm_generation, "max_completion_length", longest)
         return replaced(self.trainer.generation_config, "max_new_tokens", longest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from grpo_lab.recipe.build import build_reward
 from grpo_lab.recipe.sections import RewardSection
-from grpo_lab.rewards import AsyncTurnRewards, TurnLimits, TurnRewards, steps_as_outcome
+from grpo_lab.rewards import TurnLimits, TurnRewards, steps_as_outcome
 from grpo_lab.rewards.turn_scores import by_call, of_environments
 from grpo_lab.turns.trajectory import Call, Turn
 
@@ -76,11 +77,10 @@ def test_a_turn_without_a_token_has_no_place() -> None:
         ([Scores(1.0), Told()], r"gave \[1.0\] for completion 0, which has 3 turns; .*turn_rewards\(turns\)"),
         ([Scores(1.0, "good", None), Told()], r"'turn_rewards' gave \(6, 'good'\)"),
         ([Scores(1.0, float("inf"), None), Told()], r"gave inf"),
-        ([Waits(1.0), Told()], r"AsyncTurnRewards"),
+        ([Waits(1.0), Told()], r"gave \[1.0\] for completion 0, which has 3 turns"),
         (None, r"environment_factory"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:coroutine")
 def test_other_answers_are_refused(environments: Any, words: str) -> None:
     told = {} if environments is None else {"environments": environments}
     with pytest.raises(ValueError, match=words):
@@ -101,18 +101,25 @@ def test_stock_trl_gets_the_mean() -> None:
 
 
 def test_asynchronous_environments() -> None:
+    expected = [[(2, 1.0), (6, 2.0), (9, 3.0)], [(2, 1.0)]]
     reward = of_environments([Told, Waits])
-    assert type(reward) is AsyncTurnRewards
-    found = asyncio.run(call(reward, **COLUMNS, environments=[Waits(1, 2, 3), Told()]))
-    assert found == [[(2, 1.0), (6, 2.0), (9, 3.0)], [(2, 1.0)]]
-    assert type(of_environments([Told, Scores])) is TurnRewards
+    assert call(reward, **COLUMNS, environments=[Waits(1, 2, 3), Told()]) == expected
     assert of_environments([int]) is None
 
-    async def late(**_: Any) -> list[float]:
-        return [1.0]
+    async def as_in_a_notebook() -> Any:
+        return call(reward, **COLUMNS, environments=[Waits(1, 2, 3), Told()])
 
-    with pytest.raises(ValueError, match="AsyncTurnRewards"):
-        TurnRewards(late)
+    assert asyncio.run(as_in_a_notebook()) == expected
+
+
+def test_asynchronous_functions_answer_side_by_side() -> None:
+    both = threading.Barrier(2)
+
+    async def late(turns: Any, **_: Any) -> list[float]:
+        await asyncio.to_thread(both.wait, 30)  # passes only once both completions are asked for
+        return [1.0] * len(turns)
+
+    assert call(TurnRewards(late), **COLUMNS) == [[(2, 1.0), (6, 1.0), (9, 1.0)], [(2, 1.0)]]
 
 
 def test_scores_of_calls_are_added_up_within_their_turn() -> None:

@@ -18,7 +18,7 @@ from grpo_lab.turns.loop import LoopLimits, Offer, TurnLoop
 from grpo_lab.turns.protocols import ParsedTurn, TurnTokens
 from grpo_lab.turns.tools import Wanted
 from grpo_lab.turns.trajectory import Call, Trajectory
-from grpo_lab.turns.turn_settings import plain_state, repeatable
+from grpo_lab.turns.turn_settings import TurnSettings, plain_state, repeatable
 
 HEADER = {"step": 3, "prompts": "abc", "temperature": 0.7}
 PROMPTS = [[1, 2], [3], [4, 5, 6]]
@@ -117,7 +117,7 @@ def play(
     header: Mapping[str, Any] = HEADER,
 ) -> list[Trajectory]:
     journal = TurnJournal(file, header, worlds, said)
-    limits = LoopLimits(max_turns=9, completion=60, context=90, ends={END})
+    limits = LoopLimits(TurnSettings(), max_turns=9, completion=60, context=90, ends={END})
     offers = [Offer(one) for one in tools]
     loop = TurnLoop(
         [Trajectory.begin(ids) for ids in PROMPTS], offers, engine, Words(), AtOnce(), limits, None, journal

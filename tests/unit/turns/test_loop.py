@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -76,7 +77,11 @@ def calls_so_often(times: int) -> Callable[[list[int]], list[int]]:
 
 
 def limits(**changes: Any) -> LoopLimits:
-    return LoopLimits(**{"max_turns": 9, "completion": 60, "context": 100, "ends": {END}, **changes})
+    """``changes``: fields of ``LoopLimits``, or settings of turns."""
+    own = {field.name for field in fields(LoopLimits)}
+    settings = TurnSettings(**{name: value for name, value in changes.items() if name not in own})
+    asked = {name: value for name, value in changes.items() if name in own}
+    return LoopLimits(settings, **{"max_turns": 9, "completion": 60, "context": 100, "ends": {END}, **asked})
 
 
 def looped(
@@ -170,7 +175,7 @@ ONCE = calls_so_often(1)
         ({"context": 11}, ONCE, [10, CALL, 0, END], "completion", None),  # 4 of the prompt; one token must be left
         ({"turn_tokens": 1}, ONCE, [10], "turn_tokens", "turn_tokens"),
         ({}, lambda ids: [BROKEN, END], [BROKEN, END], "unparsable", None),
-        ({"max_turns": 2, "answers_unparsable": True}, lambda ids: [BROKEN, END],
+        ({"max_turns": 2, "unparsable": "answer"}, lambda ids: [BROKEN, END],
          [BROKEN, END, TOOL, 80, TOOL, BROKEN, END], "turns", None),
     ],
 )  # fmt: skip
