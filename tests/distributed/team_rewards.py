@@ -18,3 +18,10 @@ def shortest_of_the_odd(group: Group) -> list[float]:
     odd = [value >= 0.5 for value in group.rewards["odd_share"]]
     shortest = min((n for n, ok in zip(group.lengths, odd, strict=True) if ok), default=None)
     return [0.1 if ok and n == shortest else 0.0 for n, ok in zip(group.lengths, odd, strict=True)]
+
+
+@group_reward(num_generations=4)
+def fewest_turns(group: Group) -> list[float]:
+    """1 for the completions with the fewest turns of their group."""
+    counts = [len(turns) for turns in group.columns["turns"]]
+    return [float(count == min(counts)) for count in counts]

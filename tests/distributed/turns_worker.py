@@ -1,4 +1,5 @@
-"""Tools on ranks of which one makes more turns than the other: MODEL OUT KIND [trajectories: ``rollout.turns``].
+"""Tools on ranks of which one makes more turns than the other: MODEL OUT KIND [trajectories: ``rollout.turns``, or the
+URL of a server: that as well, and a reward of groups that lie on both ranks].
 
 Every row of rank 0 calls the tool until it may no longer; on rank 1 half of them do (KIND ``rows``), or call it once.
 Each rank writes ``rank-<r>.pt``: the turns of its rows, what each step trained on, the log; the main process what the
@@ -18,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer import grpo_trainer
 
-from distributed.team_rewards import odd_share
+from distributed.team_rewards import fewest_turns, odd_share
 from grpo_lab import LabConfig, LabTrainer
 from parity.drop_in_cases import chats, multiply
 from parity.harness import arguments
@@ -85,16 +86,22 @@ def main(folder: str, out: str, kind: str, whole: str = "") -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     settings = arguments(Path(out), max_steps=2, gradient_accumulation_steps=1, max_completion_length=250)
     settings |= {"max_tool_calling_iterations": 2, "objective": "dr_grpo", "ddp_timeout": 60}
-    with stand_in(model) if kind != "fsdp2" else contextlib.nullcontext() as engine:
+    served = whole.startswith("http")
+    rewards: list[Any] = [odd_share]
+    with stand_in(model) if kind != "fsdp2" and not served else contextlib.nullcontext() as engine:
         if engine is not None:
             engine.context = 2048
             engine.longest = 8
             settings |= {"use_vllm": True, "vllm_mode": "server", "rollout": {"verify_every": 1}}
         if whole:
             settings["rollout"] = {"turns": {}}
+        if served:
+            settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": whole}
+            settings |= {"per_device_train_batch_size": 2, "vllm_importance_sampling_correction": False}
+            rewards.append(fewest_turns)
         trainer = Turns(
             model=model,
-            reward_funcs=odd_share,
+            reward_funcs=rewards,
             args=LabConfig(**settings),
             train_dataset=chats(),
             processing_class=tokenizer,
@@ -106,7 +113,9 @@ def main(folder: str, out: str, kind: str, whole: str = "") -> None:
         trained = Trained(trainer)
         trainer.add_callback(trained)
         trainer.train()
-    drawn = {} if engine is None or rank else engine.drawn
+    drawn = {}
+    if engine is not None and rank == 0:
+        drawn = engine.drawn
     kept = {"turns": trainer.kept, "rows": trained.rows, "drawn": drawn, "history": trainer.state.log_history}
     torch.save(kept, Path(out) / f"rank-{rank}.pt")
     trainer.accelerator.wait_for_everyone()

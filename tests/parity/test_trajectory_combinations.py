@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.trainer.generation.trajectories import refuse_unfit
-from parity.drop_in_cases import CallsATool, chats, multiply
+from parity.drop_in_cases import CallsATool, Counter, chats, multiply
 from parity.harness import arguments
 from parity.test_tool_loop import BUDGET, Script, Scripted
+from rollouts.stand_in import stand_in
 
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 
@@ -43,10 +45,15 @@ def test_settings_that_do_not_combine(
         config(tmp_path, rollout, **changes)
 
 
+def accuracy_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Named so that a sampler takes it for correctness."""
+    return [float(len(ids) % 5) for ids in completion_ids]
+
+
 def trainer(models: dict[str, Path], folder: Path, kind: type[LabTrainer] = LabTrainer, **more: Any) -> LabTrainer:
     asked = {
         "model": AutoModelForCausalLM.from_pretrained(models["tools"], dtype=torch.float32),
-        "reward_funcs": lambda completion_ids, **_: [float(len(ids) % 5) for ids in completion_ids],
+        "reward_funcs": accuracy_reward,
         "args": config(folder, {}),
         "train_dataset": chats(),
         "processing_class": AutoTokenizer.from_pretrained(models["tools"]),
@@ -65,6 +72,17 @@ def test_a_column_that_rewards_get(models: dict[str, Path], tmp_path: Path) -> N
     rows = chats().map(lambda row: {"turns": 3})
     with pytest.raises(ValueError, match="`train_dataset` has a column 'turns'"):
         trainer(models, tmp_path, train_dataset=rows)
+
+
+@pytest.mark.parametrize("ahead", [{"overlap": 1}, {"cut_after": 100}], ids=str)
+def test_generation_ahead_of_its_turn(ahead: dict[str, int], models: dict[str, Path], tmp_path: Path) -> None:
+    """Prompts are read early, and what an environment says belongs to its prompt."""
+    (name,) = ahead
+    model = AutoModelForCausalLM.from_pretrained(models["tools"], dtype=torch.float32)
+    with stand_in(model) as engine:
+        engine.context = 2048
+        with pytest.raises(ValueError, match=f"`rollout.{name}` does not combine with `tools`"):
+            trainer(models, tmp_path, args=config(tmp_path, ahead, **SERVER))
 
 
 def test_images() -> None:
@@ -131,6 +149,7 @@ def test_rewards_get_the_turns_of_their_completions_also_in_an_evaluation(
     [
         {"update": {"dead_groups": "resample", "max_rounds": 2}},
         {"num_iterations": 2, "max_steps": 2},
+        {"sampler": "prioritized", "max_steps": 2},
         {"update": {"share_prompts": "on"}},
         {"objective": None, "loss_type": "dr_grpo", "scale_rewards": "none"},
     ],
@@ -142,6 +161,52 @@ def test_it_trains_as_with_trls_loop(changes: dict[str, Any], models: dict[str, 
     assert script == same
     weights = stock.model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in ours.model.state_dict().items())
+
+
+class Waits(Counter):
+    """Its tool waits where a row's number is 0."""
+
+    waiting = threading.Event()
+
+    def reset(self, number: int = 0, **row: Any) -> str:
+        self.number = number
+        return super().reset(number, **row)
+
+    def multiply(self, a: int, b: int) -> str:
+        """Adds the product to the total.
+
+        Args:
+            a: first factor
+            b: second factor
+
+        Returns:
+            The total.
+        """
+        if a == 0:
+            Waits.waiting.wait(60)
+        return super().multiply(a, b)
+
+
+@pytest.mark.not_fast
+def test_an_environment_whose_call_was_given_up_is_not_used_again(models: dict[str, Path], tmp_path: Path) -> None:
+    """The call goes on in its thread, and would change what the next batch has reset."""
+    batches: list[list[Any]] = []
+
+    def reward(environments: list[Any], turns: list[Any], **_: Any) -> list[float]:
+        failures = [{call.failure for turn in own for call in turn.calls} for own in turns]
+        batches.append(list(zip(environments, failures, strict=True)))
+        return [float(len(own)) for own in turns]
+
+    args = config(tmp_path, {"turns": {"tool_seconds": 0.5}}, max_steps=2)
+    Waits.waiting.clear()
+    scripted(models, tmp_path, args, tools=None, environment_factory=Waits, reward_funcs=reward)
+    Waits.waiting.set()
+    first, second = batches
+    given_up = [environment for environment, failures in first if "timed_out" in failures]
+    assert 0 < len(given_up) < len(first)
+    for environment, failures in first:
+        used_again = any(environment is other for other, _ in second)
+        assert used_again == ("timed_out" not in failures)
 
 
 @pytest.mark.not_fast

@@ -19,13 +19,18 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
 
 from transformers import AutoModelForCausalLM
+from trl.trainer import grpo_trainer
+from vllm import SamplingParams
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
 
 from grpo_lab import LabTrainer
 from grpo_lab.engines.grouping import GroupedEngine
 from grpo_lab.engines.weights.sync import WeightSyncError
+from grpo_lab.trainer.generation import trajectories
 from grpo_lab.trainer.generation import trl_engine as engine
+from grpo_lab.turns.protocols import TurnTokens
+from rollouts import trajectory_runs
 from rollouts.server_runs import logged
 from rollouts.test_lab_trainer_vllm import build
 
@@ -46,7 +51,7 @@ def nothing_left_behind() -> Iterator[None]:
 class Sleeper:
     """``LLM`` around a model of transformers. ``said``: what was asked of it, in order (a stream of weights once)."""
 
-    def __init__(self, spoilt: Callable[[str], bool] = lambda name: False, **asked: Any) -> None:
+    def __init__(self, spoilt: Callable[[str], bool] = lambda name: False, context: int = 128, **asked: Any) -> None:
         assert asked["enable_sleep_mode"] is True
         self.model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).eval()
         self.model.load_weights = self.load  # type: ignore[assignment]
@@ -54,7 +59,7 @@ class Sleeper:
         runner = SimpleNamespace(model=self.model, get_model=lambda: self.model)
         self.llm_engine = SimpleNamespace(
             model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)),
-            model_config=SimpleNamespace(max_model_len=128, dtype=torch.float32),
+            model_config=SimpleNamespace(max_model_len=context, dtype=torch.float32),
             vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=32)),
         )
 
@@ -144,3 +149,52 @@ def test_weights_that_arrive_wrong_are_caught_and_the_engine_sleeps(
     assert sleeper.asleep == {"weights", "kv_cache"}
     assert trainer.vllm_generation._llm_weights_sleeping
     assert trainer.model.training
+
+
+class AwakeTurns:
+    """In the place of ``ColocatedTurns``: whole turns from ``Sleeper``, which refuses to be asked while it sleeps."""
+
+    in_rounds = False
+
+    def __init__(self, llm: Any, sampling: Any, version: int) -> None:
+        self.llm = llm
+        self.version = version
+        self.asked: dict[int, list[int]] = {}
+
+    def __enter__(self) -> AwakeTurns:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert not self.llm.llm.asleep
+
+    def submit(self, key: int, ids: list[int], room: int) -> None:
+        self.asked[key] = ids
+
+    def collect(self, wait: float) -> list[tuple[int, TurnTokens]]:
+        requests = [{"prompt_token_ids": ids} for ids in self.asked.values()]
+        outputs = self.llm.llm.generate(requests, SamplingParams(n=1, max_tokens=4), use_tqdm=False)
+        keys = list(self.asked)
+        self.asked = {}
+        return [
+            (key, TurnTokens(list(output.outputs[0].token_ids), None, self.version))
+            for key, output in zip(keys, outputs, strict=True)
+        ]
+
+
+def test_turns_with_tools_are_written_by_an_engine_that_is_awake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is woken once for all turns of a batch, and sleeps after them."""
+    monkeypatch.setattr(
+        engine, "engine_factory", lambda *_, **__: lambda **given: GroupedEngine(Sleeper(context=900, **given))
+    )
+    monkeypatch.setattr(trajectories, "ColocatedTurns", AwakeTurns)
+    monkeypatch.setattr(grpo_trainer, "parse_response", trajectory_runs.parsed)
+    model = trajectory_runs.saved_model(tmp_path / "model")
+    changes = {"vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "max_tool_calling_iterations": 2}
+    trainer = trajectory_runs.build(model, tmp_path / "out", {}, {}, **changes)
+    trainer.train()
+    said = trainer.vllm_generation.llm.llm.said
+    once = [word for word, before in zip(said, [None, *said[:-1]], strict=True) if word != before]
+    assert once[1:] == 2 * 2 * WHOLE
+    assert said.count("generate") > once.count("generate")  # several turns while it is awake

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trl.trainer import grpo_trainer
 
 from grpo_lab import LabConfig
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.in_step import ThinkingRollout
+from rollouts import trajectory_runs
 from rollouts.thinking_oracle import (
     AGGREGATIONS,
     STOP_TEXT,
@@ -119,3 +121,15 @@ def test_a_temperature_that_is_not_the_trainer_s_is_refused_with_any_engine(
     """Drawn at one temperature, log-probs at another; with the correction off nothing would show it."""
     with pytest.raises(ValueError, match=r"`generation_kwargs\.temperature` is 0\.5 and `temperature` is 1\.0"):
         LabConfig(**settings(tmp_path, None, generation_kwargs={"temperature": 0.5}, **engine))
+
+
+@pytest.mark.slow
+def test_each_turn_has_a_budget_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``rollout.turns`` without an engine."""
+    monkeypatch.setattr(grpo_trainer, "parse_response", trajectory_runs.parsed)
+    model = trajectory_runs.saved_model(tmp_path / "model")
+    rollout = {"thinking_budget": trajectory_runs.THINKING, "budget_text": trajectory_runs.STOP_THINKING}
+    changes = {"use_vllm": False, "max_steps": 1, "max_tool_calling_iterations": 3}
+    trainer = trajectory_runs.build(model, tmp_path / "out", {}, rollout, **changes)
+    trainer.train()
+    assert {0, 1} <= set(trajectory_runs.cut_turns(trainer))

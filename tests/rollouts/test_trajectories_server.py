@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 from transformers import AutoTokenizer
 from trl.trainer import grpo_trainer
 
+from distributed.launch import HERE, RECIPES, accelerate_launch
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.trainer.generation.turn_engines import TurnClient
 from parity.conftest import TOOL_TEMPLATE
@@ -26,6 +27,7 @@ from rollouts.test_server_live import Served, children, served_from
 from rollouts.trajectory_runs import build, parsed, same_rows
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+WORKER = HERE / "turns_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,27 @@ def test_greedy_trajectories_are_those_of_trls_loop(served: Served, tmp_path: Pa
     turns = {sum(message["role"] == "tool" for message in row["messages"]) for row in ours.rows}
     assert {0, 3} <= turns
     assert ours.generated_tokens == sum(sum(row["mask"]) for row in ours.rows)
+
+
+def test_ranks_ask_for_their_own_trajectories_and_a_reward_sees_groups_of_both(served: Served, tmp_path: Path) -> None:
+    """A group's first two rows are on rank 0, which calls the tool in each turn; of rank 1's some do."""
+    accelerate_launch(RECIPES / "ddp.yaml", 2, [str(WORKER), served.model, str(tmp_path), "turns", served.url])
+    ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
+    logs = [row for row in ranks[0]["history"] if "loss" in row]
+    assert len(logs) == 2
+    assert max(row["rollout/sync_gap"] for row in logs) < 1e-4
+    for step, log in enumerate(logs):
+        rows = [row for rank in ranks for row in rank["rows"][2 * step : 2 * step + 2]]
+        counts = [pieces(row["own"]) for row in rows]
+        assert counts[:2] == [3, 3]
+        assert min(counts[2:]) < 3
+        fewest = [count == min(counts) for count in counts]
+        assert log["rewards/fewest_turns/mean"] == pytest.approx(sum(fewest) / 4)
+
+
+def pieces(own: list[int]) -> int:
+    """Pieces of a completion that the policy wrote."""
+    return sum(now and not before for before, now in zip([0, *own], own, strict=False))
 
 
 def test_a_server_that_is_killed_in_a_turn_ends_the_training_with_a_checkpoint(

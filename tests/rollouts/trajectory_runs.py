@@ -55,8 +55,12 @@ class Kept(LabTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         made = super()._generate(prompts)
+        prompt, ids, mask, messages, logprobs, *_ = made
+        if logprobs is None:  # without an engine
+            logprobs = [None] * len(ids)
         names = ("prompt", "ids", "mask", "messages", "logprobs")
-        self.rows += [dict(zip(names, row, strict=True)) for row in zip(*made[:5], strict=True)]
+        rows = zip(prompt, ids, mask, messages, logprobs, strict=True)
+        self.rows += [dict(zip(names, row, strict=True)) for row in rows]
         return made
 
 
@@ -77,10 +81,14 @@ def saved_model(folder: Path, **changes: Any) -> Path:
 
 def build(model: Path, out: Path, turns: Any, rollout: dict[str, Any], **changes: Any) -> Kept:
     settings = arguments(out, max_steps=2, gradient_accumulation_steps=1, max_completion_length=LONGEST)
-    settings |= {"per_device_train_batch_size": 8, "objective": "dr_grpo", "use_vllm": True, "top_k": 1}
+    # No baseline: rows of a group are the same where draws are greedy, and would move nothing with one.
+    objective = {"name": "reinforce", "advantage": "raw"}
+    settings |= {"per_device_train_batch_size": 8, "objective": objective, "use_vllm": True, "top_k": 1}
     settings |= {"learning_rate": 1e-2, "vllm_importance_sampling_correction": False, **changes}
     peft_config = settings.pop("peft_config", None)
-    settings["rollout"] = {"verify_every": 1, **rollout}
+    settings["rollout"] = dict(rollout)
+    if settings["use_vllm"]:
+        settings["rollout"]["verify_every"] = 1
     if turns is not None:
         settings["rollout"]["turns"] = turns
     return Kept(str(model), odd_share, LabConfig(**settings), chats(), tools=[slow_multiply], peft_config=peft_config)
@@ -96,3 +104,27 @@ def same_rows(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
         told = torch.tensor(one["logprobs"])
         assert bool(told[~own].isnan().all())
         assert torch.allclose(told[own], torch.tensor(other["logprobs"])[own], atol=1e-5)
+
+
+THINKING = 4
+STOP_THINKING = "So:</think>"
+
+
+def cut_turns(trainer: Kept) -> list[int]:
+    """Return the index of each turn whose thinking was ended at `THINKING` tokens, in the last batch. What was inserted
+    there carries no loss and has no log-prob; all else of a turn is the policy's."""
+    stop = trainer.processing_class(STOP_THINKING, add_special_tokens=False)["input_ids"]
+    made = trainer.parts.trajectories.made
+    found = []
+    for row, one in zip(trainer.rows[-len(made) :], made, strict=True):
+        own = [0] * len(row["ids"])
+        for index, turn in enumerate(one.turns):
+            own[turn.first : turn.end] = [1] * (turn.end - turn.first)
+            begin = turn.first + THINKING
+            if row["ids"][begin : begin + len(stop)] == stop:
+                own[begin : begin + len(stop)] = [0] * len(stop)
+                found.append(index)
+            else:  # it ended within its budget
+                assert turn.end - turn.first <= THINKING
+        assert row["mask"] == own
+    return found

@@ -32,6 +32,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_lab.engines.generators import context_of_config
 from grpo_lab.engines.thinking_budget import ThinkingBudget
+from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.generation.all_ranks import on_main, raise_of_any
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.generation.trl_engine import SyncProof
@@ -210,6 +211,8 @@ class Trajectories:
         made = self.made
         for one in made:
             unbroken(one.turns, one.prompt, one.ids, self.dialogue.name)
+        if self.trainer.environments:
+            trl_bridge.not_used_again(self.trainer, [row for row, one in enumerate(made) if gave_up(one)])
         calls = [call for one in made for turn in one.turns for call in turn.calls]
         scored = None
         if all(one.logprobs is not None for one in made):
@@ -263,6 +266,11 @@ class Trajectories:
             return generated
         *before, columns, images, tool_images = generated
         return (*before, {**columns, TURNS_COLUMN: [one.turns for one in self.made]}, images, tool_images)
+
+
+def gave_up(one: Trajectory) -> bool:
+    """Return whether a call of the trajectory was given up."""
+    return any(call.failure == "timed_out" for turn in one.turns for call in turn.calls)
 
 
 def dialogue_of(trainer: GRPOTrainer) -> ChatDialogue:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from trl.trainer import grpo_trainer
 
 from grpo_lab.trainer.trl_bridge.names import replaced
 
-__all__ = ["OFFERED", "EnvironmentReward", "environment_kinds", "offers_hidden"]
+__all__ = ["OFFERED", "EnvironmentReward", "environment_kinds", "not_used_again", "offers_hidden"]
 
 #: Methods that the run calls itself (``turns.turn_settings``), beside TRL's ``reset`` and ``get_reward``.
 OFFERED = ("turn_rewards", "state_dict", "load_state_dict")
@@ -40,6 +40,14 @@ def offers_hidden(hidden: bool) -> contextlib.AbstractContextManager[None]:
     if not hidden:
         return contextlib.nullcontext()
     return replaced(grpo_trainer, "inspect", _WithoutOffers())
+
+
+def not_used_again(trainer: Any, rows: Collection[int]) -> None:
+    """Keep TRL from resetting the environments of ``rows`` for a later batch: it makes new ones instead. A call that
+    was given up goes on in its thread, and may still change the environment that it is a method of."""
+    gone = {id(trainer.environments[row]) for row in rows}
+    for pool in trainer._environment_pool.values():
+        pool[:] = [one for one in pool if id(one) not in gone]
 
 
 class EnvironmentReward:

@@ -156,6 +156,7 @@ WHILE_TRAINING: tuple[str, ...] = (
     "_async_tool_dicts",
     "_batch_environments",
     "_env_tools",
+    "_environment_pool",
 )
 #: Tensors ``[B, T]`` of TRL's micro-batch that are aligned with the completion.
 COMPLETION_FIELDS: tuple[str, ...] = (
