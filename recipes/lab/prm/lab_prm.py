@@ -1,0 +1,171 @@
+"""The exact step score of word problems, the process reward models of the lab `prm`, and what is measured of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar
+
+from grpo_lab.evaluation.step_accuracy import first_wrong_f1, first_wrong_step, step_accuracy
+from grpo_lab.labs.experiment import GENERATED, Options
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from grpo_lab.pipelines.runner import run_pipeline
+from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.rewards import EquationSteps, TokenClassificationSteps
+from grpo_lab.rewards.arithmetic import equation_list
+from grpo_lab.rewards.steps import SplitStepReward
+from grpo_lab.runs.stage import Facts, Workspace
+from grpo_lab.settings import settings
+from grpo_lab.stages.sample import OF_A_LINE, check_lines, samples_in
+from grpo_lab.stages.step_labels import solutions_of
+
+MODEL = "rewards/token_classification_steps/mean"
+EXACT = "rewards/exact_steps/mean"
+SMOOTHED = 10
+"""Number of steps that a mean of the log is over."""
+NEAR = 0.05
+WEIGHTS: Mapping[str, tuple[float, float, float]] = {
+    "outcome": (1.0, 0.0, 0.0),
+    "exact and outcome": (1.0, 1.0, 0.0),
+    "model and outcome": (1.0, 0.0, 1.0),
+    "model alone": (0.0, 0.0, 1.0),
+}
+"""Arm → weights of the answer, of the exact step score, and of the model's."""
+
+
+class ExactSteps(SplitStepReward):
+    """Score a line 1 as long as a solution goes the way of the problem's ``worked_solution``, and 0 from the first line
+    that leaves it.
+
+    A line goes that way if it has the calculation of the worked solution's line at its place, or is its last line, the
+    answer.
+    """
+
+    columns = ("worked_solution",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__name__ = "exact_steps"
+
+    def score_texts(self, prompt: Any, steps: list[str]) -> list[float]:
+        raise ValueError("`exact_steps` reads the column 'worked_solution': call `score_all`")
+
+    def score_all(
+        self, prompts: Sequence[Any], steps: Sequence[list[str]], columns: Mapping[str, Any]
+    ) -> list[list[float]]:
+        return [exact(own, worked) for own, worked in zip(steps, columns["worked_solution"], strict=True)]
+
+
+def exact(steps: Sequence[str], worked_solution: str) -> list[float]:
+    """Return the exact score of each step."""
+    *lines, answer = worked_solution.split("\n")
+    scores: list[float] = []
+    right = True
+    ended = False
+    for place, step in enumerate(steps):
+        calculates = place < len(lines) and equation_list(step) == equation_list(lines[place])
+        answers = step.strip() == answer
+        right = right and not ended and (calculates or answers)
+        ended = ended or answers
+        scores.append(float(right))
+    return scores
+
+
+@settings()
+class StepCheck:
+    """``lab_prm:StepCheck``: how well a process reward model, and `equation_steps`, tell right lines of ``samples``
+    from wrong ones, by the exact step score. A line that `equation_steps` does not judge counts as right."""
+
+    leaves: ClassVar[Mapping[str, str]] = {}
+    model: str
+    samples: str
+
+    def plan(self) -> str:
+        check_lines(self.samples, "samples", OF_A_LINE)
+        return f"{self.model} and equation_steps, on {self.samples}"
+
+    def run(self, workspace: Workspace) -> Facts:
+        model = TokenClassificationSteps(self.model)
+        of_model: list[list[tuple[float, float]]] = []
+        of_equations: list[list[tuple[float, float]]] = []
+        first: dict[str, list[Any]] = {"model": [], "equations": []}
+        for sampled in samples_in(Path(self.samples)):
+            steps = [solution.steps for solution in solutions_of(sampled)]
+            truth = [exact(own, sampled.columns["worked_solution"]) for own in steps]
+            good = model.score_all([sampled.prompt] * len(steps), steps, {})
+            holds = [EquationSteps().score_texts("", own) for own in steps]
+            sound = [[1.0 if score is None else score for score in own] for own in holds]
+            of_model.append(_pairs(good, truth))
+            of_equations.append(_pairs(sound, truth))
+            for at, labels in enumerate(truth):
+                first["model"].append((first_wrong_step(good[at]), first_wrong_step(labels)))
+                first["equations"].append((first_wrong_step(sound[at]), first_wrong_step(labels)))
+        found: dict[str, Any] = {"of the model": of_model, "of equation_steps": of_equations}
+        facts: Facts = {title: step_accuracy(pairs).to_dict() for title, pairs in found.items()}
+        return facts | {f"F1 of {title}": first_wrong_f1(pairs).f1.to_dict() for title, pairs in first.items()}
+
+
+def _pairs(scores: Any, labels: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    return [pair for own, right in zip(scores, labels, strict=True) for pair in zip(own, right, strict=True)]
+
+
+def models(options: Options) -> None:
+    """Make each seed's process reward model from solutions of the start, and check it on unseen problems."""
+    for seed in options.seeds:
+        recipe = read_yaml(Path(__file__).with_name("pipeline.yaml"))
+        stages = {one["name"]: one for one in recipe["stages"] if one["name"] != "start"}
+        for stage in stages.values():
+            wanted = [setting for setting, place in stage["inputs"].items() if place == "start.model"]
+            for setting in wanted:
+                del stage["inputs"][setting]
+                stage[setting] = str(options.start)
+        for name in ("samples", "unseen"):
+            stages[name]["data"] = {**stages[name]["data"], "seed": 1000 + seed}
+        for name in ("samples", "labels", "prm", "unseen"):
+            stages[name]["seed"] = seed
+        folder = options.folder / f"prm-{seed}"
+        run_pipeline(pipeline_from({"name": f"prm-{seed}", "output_dir": str(folder), "stages": [*stages.values()]}))
+
+
+def arm(name: str, seed: int, options: Options) -> dict[str, Any]:
+    """Return the arm's rewards: what differs is what they weigh. Raises ValueError without the seed's model."""
+    model = options.folder / f"prm-{seed}" / "prm" / "model"
+    if not model.is_dir():
+        raise ValueError(f"no process reward model in {model}: the lab's `prepare` makes it")
+    answer, steps, learnt = WEIGHTS[name]
+    rewards = [
+        {"name": "accuracy", "mode": "strict", "weight": answer},
+        {"name": "lab_prm:ExactSteps", "weight": steps},
+        {"name": "token_classification_steps", "model": str(model), "weight": learnt},
+    ]
+    return {"rewards": rewards}
+
+
+def means(log: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
+    """Return the mean of each ten steps in a row (of all, if there are fewer)."""
+    values = [row[metric] for row in log if metric in row]
+    return [fmean(values[at : at + SMOOTHED]) for at in range(max(1, len(values) - SMOOTHED + 1)) if values]
+
+
+def lost(result: Any, log: Sequence[Mapping[str, Any]]) -> float:
+    """Return by how much the exact step score at the end is below its highest; 0 if the model's score fell, too."""
+    exact_means = means(log, EXACT)
+    if not exact_means:
+        return float("nan")
+    model_means = means(log, MODEL)
+    peak = exact_means.index(max(exact_means))
+    if model_means[-1] < model_means[peak]:
+        return 0.0
+    return exact_means[peak] - exact_means[-1]
+
+
+def parted(result: Any, log: Sequence[Mapping[str, Any]]) -> float:
+    """Return the generated tokens at the last step whose exact step score is near its highest; NaN if that is the
+    end."""
+    exact_means = means(log, EXACT)
+    near = [at for at, value in enumerate(exact_means) if value >= max(exact_means) - NEAR]
+    if not near or near[-1] == len(exact_means) - 1:
+        return float("nan")
+    tokens = [row[GENERATED] for row in log if EXACT in row]
+    return float(tokens[near[-1] + SMOOTHED - 1])
