@@ -87,45 +87,49 @@ class StepCheck:
 
     def run(self, workspace: Workspace) -> Facts:
         model = TokenClassificationSteps(self.model)
-        of_model: list[list[tuple[float, float]]] = []
-        of_equations: list[list[tuple[float, float]]] = []
-        first: dict[str, list[Any]] = {"model": [], "equations": []}
+        pairs: dict[str, list[list[tuple[float, float]]]] = {"model": [], "equation_steps": []}
+        first: dict[str, list[tuple[int | None, int | None]]] = {"model": [], "equation_steps": []}
         for sampled in samples_in(Path(self.samples)):
             steps = [solution.steps for solution in solutions_of(sampled)]
             truth = [exact(own, sampled.columns["worked_solution"]) for own in steps]
-            good = model.score_all([sampled.prompt] * len(steps), steps, {})
             holds = [EquationSteps().score_texts("", own) for own in steps]
-            sound = [[1.0 if score is None else score for score in own] for own in holds]
-            of_model.append(_pairs(good, truth))
-            of_equations.append(_pairs(sound, truth))
-            for at, labels in enumerate(truth):
-                first["model"].append((first_wrong_step(good[at]), first_wrong_step(labels)))
-                first["equations"].append((first_wrong_step(sound[at]), first_wrong_step(labels)))
-        found: dict[str, Any] = {"of the model": of_model, "of equation_steps": of_equations}
-        facts: Facts = {title: step_accuracy(pairs).to_dict() for title, pairs in found.items()}
-        return facts | {f"F1 of {title}": first_wrong_f1(pairs).f1.to_dict() for title, pairs in first.items()}
-
-
-def _pairs(scores: Any, labels: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
-    return [pair for own, right in zip(scores, labels, strict=True) for pair in zip(own, right, strict=True)]
+            scores: dict[str, list[list[Any]]] = {
+                "model": model.score_all([sampled.prompt] * len(steps), steps, {}),
+                "equation_steps": [[1.0 if score is None else score for score in own] for own in holds],
+            }
+            for name, found in scores.items():
+                each = zip(found, truth, strict=True)
+                pairs[name].append([pair for own, right in each for pair in zip(own, right, strict=True)])
+                first[name] += [
+                    (first_wrong_step(own), first_wrong_step(right)) for own, right in zip(found, truth, strict=True)
+                ]
+        return {
+            name: {**step_accuracy(pairs[name]).to_dict(), "F1": first_wrong_f1(first[name]).f1.to_dict()}
+            for name in pairs
+        }
 
 
 def models(options: Options) -> None:
     """Make each seed's process reward model from solutions of the start, and check it on unseen problems."""
     for seed in options.seeds:
-        recipe = read_yaml(Path(__file__).with_name("pipeline.yaml"))
-        stages = {one["name"]: one for one in recipe["stages"] if one["name"] != "start"}
-        for stage in stages.values():
-            wanted = [setting for setting, place in stage["inputs"].items() if place == "start.model"]
-            for setting in wanted:
-                del stage["inputs"][setting]
-                stage[setting] = str(options.start)
-        for name in ("samples", "unseen"):
-            stages[name]["data"] = {**stages[name]["data"], "seed": 1000 + seed}
-        for name in ("samples", "labels", "prm", "unseen"):
-            stages[name]["seed"] = seed
-        folder = options.folder / f"prm-{seed}"
-        run_pipeline(pipeline_from({"name": f"prm-{seed}", "output_dir": str(folder), "stages": [*stages.values()]}))
+        run_pipeline(pipeline_from(pipeline_of(seed, options)))
+
+
+def pipeline_of(seed: int, options: Options) -> dict[str, Any]:
+    """Return the seed's pipeline: `pipeline.yaml` with the lab's start in place of its first stage."""
+    recipe = read_yaml(Path(__file__).with_name("pipeline.yaml"))
+    stages = {one["name"]: one for one in recipe["stages"] if one["name"] != "start"}
+    for stage in stages.values():
+        wanted = [setting for setting, place in stage["inputs"].items() if place == "start.model"]
+        for setting in wanted:
+            del stage["inputs"][setting]
+            stage[setting] = str(options.start)
+    for name in ("samples", "unseen"):
+        stages[name]["data"] = {**stages[name]["data"], "seed": 1000 + seed}
+    for name in ("samples", "labels", "prm", "unseen"):
+        stages[name]["seed"] = seed
+    folder = options.folder / f"prm-{seed}"
+    return {"name": f"prm-{seed}", "output_dir": str(folder), "stages": [*stages.values()]}
 
 
 def arm(name: str, seed: int, options: Options) -> dict[str, Any]:
