@@ -98,11 +98,9 @@ class StepCheck:
                 "equation_steps": [[1.0 if score is None else score for score in own] for own in holds],
             }
             for name, found in scores.items():
-                each = zip(found, truth, strict=True)
-                pairs[name].append([pair for own, right in each for pair in zip(own, right, strict=True)])
-                first[name] += [
-                    (first_wrong_step(own), first_wrong_step(right)) for own, right in zip(found, truth, strict=True)
-                ]
+                both = [*zip(found, truth, strict=True)]
+                pairs[name].append([pair for own, right in both for pair in zip(own, right, strict=True)])
+                first[name] += [(first_wrong_step(own), first_wrong_step(right)) for own, right in both]
         return {
             name: {**step_accuracy(pairs[name]).to_dict(), "F1": first_wrong_f1(first[name]).f1.to_dict()}
             for name in pairs
