@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": UPPER | {"evaluation", "recipe"},
     "stages": UPPER | {"evaluation", "recipe", "runs"},
     "pipelines": UPPER | {"evaluation", "testing", "recipe", "runs", "stages"},
-    "labs": UPPER | {"evaluation", "pipelines", "recipe", "runs"},
+    "labs": UPPER | {"evaluation", "pipelines", "recipe", "runs", "stages"},
     "cli": UPPER | {"commands", "evaluation", "testing", "pipelines", "recipe", "requirements", "runs"},
     "__init__": {"trainer", "objectives", "advantages", "requirements"},
     "__main__": {"cli"},

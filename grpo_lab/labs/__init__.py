@@ -8,5 +8,6 @@ from __future__ import annotations
 
 LABS = {
     "kl": "value and gradient of every KL estimator, by exact enumeration (seconds)",
+    "search": "tree search over steps against samples and beams, and as a source of rows (trains)",
     "overoptimisation": "proxy and truth over the distance to the start, by who taught the proxy (trains)",
 }

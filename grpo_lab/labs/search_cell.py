@@ -1,0 +1,307 @@
+"""What a cell of the lab `search` measures: answers of each method, the space of steps, the judges, what rows teach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from grpo_lab.curation import Sampled
+from grpo_lab.data import word_problems
+from grpo_lab.engines.generators import in_form_of, render_prompt
+from grpo_lab.evaluation import evaluate
+from grpo_lab.io import write_json_lines
+from grpo_lab.recipe.sections import SamplingSettings
+from grpo_lab.rewards import AccuracyReward
+from grpo_lab.rewards.token_classification import TokenClassificationSteps
+from grpo_lab.runs.stage import Workspace
+from grpo_lab.runs.stop_requests import StopRequests
+from grpo_lab.settings import Positive, settings
+from grpo_lab.stages.sample import load_generator
+from grpo_lab.stages.select import ROWS, Keep
+from grpo_lab.stages.step_search import (
+    FoundSolution,
+    Judging,
+    Question,
+    StepJudge,
+    StepWriter,
+    Voting,
+    beam_search,
+    best,
+    sampled,
+    steps_in,
+    tree_search,
+    voted,
+    within,
+)
+from grpo_lab.stages.supervised import MODEL, Train
+
+TASK: Mapping[str, Any] = {"steps": (3, 4), "largest": 20}
+MOST_TOKENS = 72
+MOST_OF_A_STEP = 20
+"""Most tokens of a solution, and of a step: the longest ones have 56 and 16."""
+WIDTHS = (1, 2, 4, 8, 16)
+"""Proposals a node, in the look at the space."""
+TRAINING: Mapping[str, Any] = {
+    "per_device_train_batch_size": 64,
+    "learning_rate": 5.0e-4,
+    "lr_scheduler_type": "linear",
+    "adam_beta2": 0.95,
+    "weight_decay": 0.01,
+    "max_length": 256,
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "bf16": False,
+}
+"""How rows are trained on."""
+Pick = Callable[[Sequence[FoundSolution]], str]
+
+
+@settings()
+class SearchSizes:
+    """Sizes of the lab, which ``--set`` changes as it changes the pipeline of its models.
+
+    Args:
+        problems: held-out problems of a seed.
+        budgets: tokens generated for a problem, smallest first.
+        width: proposals for a node's next step.
+        beams: states that a beam search keeps, one search for each.
+        beam_width: proposals for the next step of each of these states.
+        samples: of a problem; as many as the largest budget pays for.
+        proposals: of each state on the right way, to look at the space.
+        rests: solutions of each state, whose share of right ones is its exact value.
+        row_problems: problems that rows to train on are searched for.
+        row_tokens: budget of each of them.
+        row_steps: optimizer steps on these rows.
+    """
+
+    problems: Positive = 40
+    budgets: tuple[Positive, ...] = (50, 220, 440, 880)
+    width: Positive = 4
+    beams: tuple[Positive, ...] = (1, 2, 4)
+    beam_width: Positive = 3
+    samples: Positive = 20
+    proposals: Positive = 16
+    rests: Positive = 16
+    row_problems: Positive = 80
+    row_tokens: Positive = 220
+    row_steps: Positive = 30
+
+
+class SearchCell:
+    """Models and problems of a cell.
+
+    Args:
+        models: folder of the pipeline that made the policy and its judges.
+        split: of the problems; ``test`` is held out.
+        count: number of problems.
+        seed: of the problems, and of all that is sampled.
+    """
+
+    def __init__(self, models: Path, split: str, count: int, seed: int) -> None:
+        self.models = models
+        self.seed = seed
+        self.rows = word_problems(count, seed=100 + seed, split=split, template="chat", **TASK).to_list()
+        self.writer = self.writer_of(models / "start" / MODEL)
+        tokenizer = self.writer.loaded.tokenizer
+        self.questions = [Question(row["prompt"], render_prompt(row["prompt"], tokenizer).ids) for row in self.rows]
+        self.reward = AccuracyReward(mode="strict")
+        self.value = StepJudge(self._scores("value"), "last")
+        self.prm = StepJudge(self._scores("prm"), "least")
+
+    def writer_of(self, model: Path) -> StepWriter:
+        how = SamplingSettings(batch_size=256, max_completion_length=MOST_TOKENS, use_cpu=True)
+        loaded = load_generator(str(model), how, use_cpu=True, seed=self.seed)
+        return StepWriter(loaded, MOST_TOKENS, MOST_OF_A_STEP, seed=self.seed)
+
+    def _scores(self, stage: str) -> TokenClassificationSteps:
+        return TokenClassificationSteps(self.models / stage / MODEL, batch_size=64, device="cpu")
+
+    def read(self, text: str) -> str | None:
+        return getattr(self.reward.read(text), "text", None)
+
+    def vote(self, found: Sequence[FoundSolution]) -> str:
+        return voted(found, self.read)
+
+    def right(self, texts: Sequence[str], places: Sequence[int] | None = None) -> list[bool]:
+        """Return whether each text solves its problem. ``places``: the problems' indices; None: one text for each."""
+        rows = self.rows if places is None else [self.rows[place] for place in places]
+        prompts = [row["prompt"] for row in rows]
+        completions = [in_form_of(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        solutions = [row["solution"] for row in rows]
+        scores = self.reward(prompts=prompts, completions=completions, solution=solutions)
+        return [score is not None and score >= 1 for score in scores]
+
+
+def searches(arm: str, cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
+    """Search by an arm's methods; return what each answers."""
+    most = sizes.budgets[-1]
+    tree: dict[str, Any] = {"width": sizes.width, "tokens": most}
+    if arm == "beam search, PRM":
+        return {arm: beams_measured(cell, sizes)}
+    if arm == "tree search, votes":
+        trees = tree_search(cell.writer, cell.questions, Voting(cell.writer, cell.read), **tree)
+        return {arm: measured(cell, [one.found for one in trees], cell.vote, sizes)}
+    if arm in ("tree search, value", "tree search, PRM"):
+        judge = cell.value if arm == "tree search, value" else cell.prm
+        trees = tree_search(cell.writer, cell.questions, Judging(cell.writer, judge), **tree)
+        return {arm: measured(cell, [one.found for one in trees], best, sizes)}
+    found = sampled(cell.writer, cell.questions, sizes.samples)
+    return {
+        "majority": measured(cell, found, cell.vote, sizes),
+        "best of n, value": measured(cell, valued(cell, found, cell.value), best, sizes),
+        "best of n, PRM": measured(cell, valued(cell, found, cell.prm), best, sizes),
+    }
+
+
+def valued(cell: SearchCell, found: Sequence[Sequence[FoundSolution]], judge: StepJudge) -> list[list[FoundSolution]]:
+    """Return the solutions with a judge's values."""
+    every = [(question, one) for question, own in zip(cell.questions, found, strict=True) for one in own]
+    values = iter(judge([question for question, _ in every], [one.text for _, one in every]))
+    return [[FoundSolution(one.text, one.tokens, next(values)) for one in own] for own in found]
+
+
+def measured(
+    cell: SearchCell, found: Sequence[Sequence[FoundSolution]], pick: Pick, sizes: SearchSizes
+) -> dict[str, Any]:
+    """Measure a method: for each budget whether its answers are right, and the tokens behind them; for the largest one
+    whether a right solution had been found."""
+    right = []
+    tokens = []
+    for budget in sizes.budgets:
+        known = [within(own, budget) for own in found]
+        right.append(cell.right([pick(own) for own in known]))
+        tokens.append(fmean(own[-1].tokens for own in known))
+    return {"right": right, "tokens": tokens, "had": had_right(cell, [within(own, sizes.budgets[-1]) for own in found])}
+
+
+def had_right(cell: SearchCell, found: Sequence[Sequence[FoundSolution]]) -> list[bool]:
+    """Return for each problem whether one of its solutions is right."""
+    places = [place for place, own in enumerate(found) for _ in own]
+    right = cell.right([one.text for own in found for one in own], places)
+    solved = {place for place, good in zip(places, right, strict=True) if good}
+    return [place in solved for place in range(len(found))]
+
+
+def beams_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
+    """Measure beam search: the answer at a budget is that of the largest beam that ended within it, else the greedy
+    one. The larger beams do not know what the smaller ones found."""
+    runs = [beam_search(cell.writer, cell.questions, cell.prm, beam, sizes.beam_width) for beam in sizes.beams]
+    right = []
+    tokens = []
+    for budget in sizes.budgets:
+        chosen = [[own[:1] for own in runs[0]], *runs]
+        known = []
+        for place in range(len(cell.questions)):
+            fitting = [run[place] for run in chosen if run[place][-1].tokens <= budget]
+            known.append(fitting[-1] if fitting else chosen[0][place])
+        right.append(cell.right([best(own) for own in known]))
+        tokens.append(fmean(own[-1].tokens for own in known))
+    return {"right": right, "tokens": tokens, "had": had_right(cell, known)}
+
+
+def space_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
+    """Look at the space along the right way: for each width, the different steps of a node, the paths of a whole tree,
+    and the problems whose right way is in it."""
+    asked = []
+    for place, row in enumerate(cell.rows):
+        lines = row["worked_solution"].split("\n")
+        for depth, line in enumerate(lines):
+            asked.append((place, "".join(f"{one}\n" for one in lines[:depth]), line))
+    tokenizer = cell.writer.loaded.tokenizer
+    states = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text, _ in asked]
+    groups = cell.writer.steps([cell.questions[place] for place, _, _ in asked], states, sizes.proposals)
+    texts = [[cell.writer.text(step).strip() for step, _ in group] for group in groups]
+    found: dict[str, Any] = {}
+    for width in WIDTHS:
+        distinct = [len({*group[:width]}) for group in texts]
+        paths = [1] * len(cell.rows)
+        inside = [True] * len(cell.rows)
+        for (place, _, line), group, count in zip(asked, texts, distinct, strict=True):
+            paths[place] *= count
+            inside[place] = inside[place] and line in group[:width]
+        found[str(width)] = {"steps": fmean(distinct), "paths": paths, "inside": inside}
+    return found
+
+
+def judges_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
+    """Hold the judges against exact values, the share of right answers among many rests, at each step of a sampled
+    solution: pairs of value and exact value by the number of steps done."""
+    written = [one for [one] in cell.writer.solutions(cell.questions, 1, 1.0)]
+    tokenizer = cell.writer.loaded.tokenizer
+    asked = []
+    for place, one in enumerate(written):
+        lines = steps_in(cell.writer.text(one.ids))
+        asked += [(place, depth, "".join(f"{line}\n" for line in lines[:depth])) for depth in range(1, len(lines))]
+    many = [one for one in asked for _ in range(sizes.rests)]
+    states = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, _, text in many]
+    rests = cell.writer.rests([cell.questions[place] for place, _, _ in many], states)
+    whole = [cell.writer.text([*state, *rest]) for state, rest in zip(states, rests, strict=True)]
+    right = cell.right(whole, [place for place, _, _ in many])
+    exact = [fmean(right[first : first + sizes.rests]) for first in range(0, len(right), sizes.rests)]
+    found: dict[str, Any] = {}
+    for name, judge in (("value", cell.value), ("PRM", cell.prm)):
+        values = judge([cell.questions[place] for place, _, _ in asked], [text for _, _, text in asked])
+        found[name] = [[depth, v, e] for (_, depth, _), v, e in zip(asked, values, exact, strict=True)]
+    return found
+
+
+def rows_measured(arm: str, cell: SearchCell, sizes: SearchSizes, folder: Path) -> dict[str, Any]:
+    """Train the policy on right solutions that samples, or tree search by the value model, found for training problems.
+    Here, and nowhere else, the reward says which are right."""
+    if arm == "rows from search":
+        trees = tree_search(
+            cell.writer, cell.questions, Judging(cell.writer, cell.value), width=sizes.width, tokens=sizes.row_tokens
+        )
+        found = [one.found for one in trees]
+        spent = fmean(one.spent for one in trees)
+    else:
+        found = sampled(cell.writer, cell.questions, sizes.samples)
+        found = [within(own, sizes.row_tokens) for own in found]
+        spent = fmean(own[-1].tokens for own in found)
+    rows = rows_of(cell, found)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json_lines(folder / ROWS, rows)
+    stage = Train(
+        str(cell.models / "start" / MODEL), str(folder / ROWS), cell.seed, {**TRAINING, "max_steps": sizes.row_steps}
+    )
+    stage.run(Workspace(folder, StopRequests(folder)))
+    held_out = word_problems(sizes.row_problems, seed=300 + cell.seed, split="test", template="chat", **TASK)
+    return {
+        "tokens": spent,
+        "solved": fmean(had_right(cell, found)),
+        "rows": len(rows),
+        "before": answers_of(cell.writer, held_out),
+        "after": answers_of(cell.writer_of(folder / MODEL), held_out),
+    }
+
+
+def rows_of(cell: SearchCell, found: Sequence[Sequence[FoundSolution]]) -> list[dict[str, Any]]:
+    """Select the right solutions of each problem that calculate differently, as `grpo-lab rounds` does by default."""
+    samples = []
+    for place, own in enumerate(found):
+        texts = [one.text for one in own]
+        scores = [float(good) for good in cell.right(texts, [place] * len(own))]
+        prompt = cell.rows[place]["prompt"]
+        completions = [in_form_of(prompt, text) for text in texts]
+        samples.append(Sampled(prompt, completions, scores, [len(text) for text in texts], cell.rows[place]))
+    rows, _ = Keep().rows(samples)
+    return [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows]
+
+
+def answers_of(writer: StepWriter, rows: Any) -> dict[str, Any]:
+    """Evaluate a policy: whether its greedy answers are right, and pass@1 of two samples a problem."""
+    how: Any = {"max_new_tokens": MOST_TOKENS, "batch_size": 256, "n_samples": 2, "progress": False}
+    result = evaluate(
+        None,
+        writer.loaded.tokenizer,
+        rows,
+        reward=AccuracyReward(mode="strict"),
+        generate=writer.loaded.generate,
+        context=writer.loaded.context,
+        **how,
+    )
+    greedy = sorted(result.greedy, key=lambda one: one.problem)
+    sampled_right = [one.score == 1 for one in result.outcomes if one.kind == "sampled"]
+    return {"greedy": [one.score == 1 for one in greedy], "pass@1": fmean(sampled_right)}

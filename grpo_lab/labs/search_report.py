@@ -1,0 +1,129 @@
+"""Tables and figure of the lab `search`: accuracy over tokens, the space, the judges, and what rows teach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from grpo_lab.evaluation.statistics import Interval, accuracy_interval, paired_difference
+from grpo_lab.io import write_whole_text
+from grpo_lab.labs.experiment import Found, Options
+from grpo_lab.labs.tables import draw, markdown
+
+BASELINE = "majority"
+"""Method that the others are compared with."""
+
+
+def report(found: Found, options: Options) -> str:
+    """Write ``table.md`` and ``curves.png``; return the text to print."""
+    records = [record for runs in found.values() for record in runs]
+    methods = by_method([record for record in records if "methods" in record])
+    parts = []
+    if methods:
+        parts.append(markdown(*methods_table(methods, records)))
+    for name, table in (("space", space_table), ("judges", judges_table)):
+        if name in found:
+            parts.append(markdown(*table([record[name] for record in found[name]])))
+    taught = {arm: [record["rows"] for record in runs] for arm, runs in found.items() if "rows" in runs[0]}
+    if taught:
+        parts.append(markdown(*rows_table(taught)))
+    text = "\n\n".join(parts)
+    place = options.folder / "table.md"
+    write_whole_text(place, f"{text}\n")
+    lines = {"accuracy": {name: [curve(one) for one in runs] for name, runs in methods.items()}}
+    draw(lines, place.with_name("curves.png"), "tokens generated for a problem")
+    return f"{text}\n\n{place}, {place.with_name('curves.png')}"
+
+
+def by_method(records: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return method → what it measured, a seed each."""
+    names = dict.fromkeys(name for record in records for name in record["methods"])
+    return {name: [one["methods"][name] for one in records if name in one["methods"]] for name in names}
+
+
+def curve(run: Any) -> list[tuple[float, float]]:
+    """Return (tokens, accuracy) at each budget."""
+    return [(tokens, fmean(right)) for tokens, right in zip(run["tokens"], run["right"], strict=True)]
+
+
+def pooled(runs: Sequence[Any], place: int) -> list[bool]:
+    """Return whether each problem of all seeds is right at a budget."""
+    return [bool(one) for run in runs for one in run["right"][place]]
+
+
+def shown(interval: Interval | None, points: bool = False) -> str:
+    """Write a share, or a difference in points, with its 95% limits."""
+    if interval is None:
+        return "–"
+    if points:
+        return f"{100 * interval.value:+.1f} [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}]"
+    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def methods_table(methods: dict[str, list[Any]], records: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
+    """Make the main table: accuracy at each budget, and at the largest one the difference to the majority's, the tokens
+    used, the problems with a right solution, and of these the ones that were answered wrongly."""
+    budgets = next(record["budgets"] for record in records if "budgets" in record)
+    heads = ["method", "seeds", *(f"{budget} tokens" for budget in budgets)]
+    heads += [f"− {BASELINE}, points", "tokens used", "a right one found", "of these answered wrongly"]
+    rows = []
+    for name, runs in methods.items():
+        last = pooled(runs, -1)
+        had = [bool(one) for run in runs for one in run["had"]]
+        misled = [not right for right, there in zip(last, had, strict=True) if there]
+        difference = "–"
+        if name != BASELINE and len(methods.get(BASELINE, [])) == len(runs):
+            difference = shown(paired_difference(pooled(methods[BASELINE], -1), last), points=True)
+        row = [name, str(len(runs)), *(shown(accuracy_interval(pooled(runs, place))) for place in range(len(budgets)))]
+        row += [difference, f"{fmean(run['tokens'][-1] for run in runs):.0f}", f"{fmean(had):.3f}"]
+        rows.append([*row, shown(accuracy_interval(misled))])
+    return heads, rows
+
+
+def space_table(runs: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
+    """Make the table of the space: what a tree holds, by proposals a node."""
+    rows = []
+    for width in runs[0]:
+        inside = [bool(one) for run in runs for one in run[width]["inside"]]
+        paths = fmean(count for run in runs for count in run[width]["paths"])
+        steps = fmean(run[width]["steps"] for run in runs)
+        rows.append([width, f"{steps:.2f}", f"{paths:,.1f}", shown(accuracy_interval(inside))])
+    return ["proposals a node", "different steps", "paths of the whole tree", "problems whose right way is in it"], rows
+
+
+def judges_table(runs: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
+    """Make the table of the judges: by steps done, how often judge and exact value lie on the same side of ½, how far
+    apart they are, and how often the exact value itself is above ½."""
+    rows = []
+    for name in runs[0]:
+        depths = sorted({depth for run in runs for depth, _, _ in run[name]})
+        for depth in depths:
+            pairs = [(value, exact) for run in runs for at, value, exact in run[name] if at == depth]
+            same = [(value > 0.5) == (exact > 0.5) for value, exact in pairs]
+            good = fmean(exact > 0.5 for _, exact in pairs)
+            apart = fmean(abs(value - exact) for value, exact in pairs)
+            row = [name, str(depth), str(len(pairs)), shown(accuracy_interval(same))]
+            rows.append([*row, f"{max(good, 1 - good):.3f}", f"{apart:.3f}"])
+    return ["judge", "steps done", "states", "same side of ½", "if always the commoner side", "mean distance"], rows
+
+
+def rows_table(taught: dict[str, list[Any]]) -> tuple[list[str], list[list[str]]]:
+    """Make the table of one round of expert iteration: rows found, and held-out accuracy before and after."""
+    heads = ["rows", "seeds", "greedy before", "greedy after", "gain, points", "pass@1 before", "after", "solved"]
+    heads += ["rows a seed", "tokens a problem"]
+    rows = []
+    for name, runs in taught.items():
+        before = [bool(one) for run in runs for one in run["before"]["greedy"]]
+        after = [bool(one) for run in runs for one in run["after"]["greedy"]]
+        row = [name, str(len(runs)), shown(accuracy_interval(before)), shown(accuracy_interval(after))]
+        row.append(shown(paired_difference(before, after), points=True))
+        row += [f"{fmean(run[at]['pass@1'] for run in runs):.3f}" for at in ("before", "after")]
+        row += [f"{fmean(run['solved'] for run in runs):.3f}", f"{fmean(run['rows'] for run in runs):.0f}"]
+        rows.append([*row, f"{fmean(run['tokens'] for run in runs):.0f}"])
+    names = [*taught]
+    if len(names) == 2 and len({len(runs) for runs in taught.values()}) == 1:
+        first, second = ([bool(one) for run in taught[name] for one in run["after"]["greedy"]] for name in names)
+        difference = shown(paired_difference(first, second), points=True)
+        rows.append([f"{names[1]} − {names[0]}", "", "", "", difference, *[""] * 5])
+    return heads, rows
