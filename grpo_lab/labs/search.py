@@ -3,9 +3,10 @@
 R1 reports two attempts that did not work (arXiv 2501.12948, §4.2). What it says of search is looked at in small:
 
     space     "token generation presents an exponentially larger search space" than chess
-    limit     a "maximum extension limit for each node" can lead to "getting stuck in local optima"
-    value     a fine-grained value model "is inherently difficult to train", and it guides each step of the search
-    rows      improving a model by what search with a value model finds "remains a significant challenge"
+    limit     "a maximum extension limit for each node" can lead to "the model getting stuck in local optima"
+    value     the value model "guides each step of the search process", and "is inherently difficult" to train
+    rows      search helps at inference, but "iteratively boosting model performance through self-search remains a
+              significant challenge"
 
 An arm is a way to search, a look at the space or at the judges, or a round of expert iteration. A seed has held-out
 problems of its own, and draws of its own. All cells share the models of recipes/lab/search/pipeline.yaml, so intervals
