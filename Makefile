@@ -32,7 +32,7 @@ train: setup  ## the main job: cold start, Dr.GRPO, held-out evaluation, report
 lab-smoke: setup  ## every preset and trainer, 30 steps each from the quick start's cold start -> runs/lab_smoke/table.md (~10 minutes)
 	$(BIN)/python scripts/lab_smoke.py
 
-LABS := kl bias noise controls court entropy difficulty kl_training overoptimisation prm \
+LABS := kl bias noise controls court entropy difficulty kl_training overoptimisation prm search \
 	length language objective process sorting preference reinforce reinforce_discounted capability capability_losses
 labs: setup  ## what RL does to a model: every lab, resumable -> runs/labs (about 15 minutes each on two cores), tables and figures of docs/labs/
 	for lab in $(LABS); do $(BIN)/grpo-lab lab $$lab --jobs 2 || exit 1; done

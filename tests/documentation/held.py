@@ -76,6 +76,9 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab lab overoptimisation": (
         "tests/unit/labs/test_overoptimisation_lab.py::test_the_command_runs_every_kind_of_arm_and_repeats_nothing"
     ),
+    "grpo-lab lab search": (
+        "tests/unit/labs/test_search_lab.py::test_the_command_runs_searches_and_views_and_repeats_nothing"
+    ),
     "grpo-lab lab preference": (
         "minutes",
         "an experiment, from the models of R1's pipeline",

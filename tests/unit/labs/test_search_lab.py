@@ -49,8 +49,8 @@ def test_changes_reach_the_sizes_or_the_models(tmp_path: Path) -> None:
     LAB.check(LAB.arms, asked)
     with pytest.raises(ValueError, match="problems"):
         sizes_of(options(tmp_path, {"problems": 0}))
-    with pytest.raises(ValueError, match="max_stepz"):
-        LAB.check(LAB.arms, options(tmp_path, {"stages.0.max_stepz": 3}))
+    with pytest.raises(ValueError, match="temperatur"):
+        LAB.check(LAB.arms, options(tmp_path, {"stages.1.temperatur": 1.0}))
 
 
 def test_the_table_by_hand(tmp_path: Path) -> None:
