@@ -29,7 +29,7 @@ from grpo_lab.engines.weights.adapter import AdapterFiles, adapter_tensors
 from grpo_lab.engines.weights.proof import sync_gap, tolerance_for
 from grpo_lab.evaluation.terminal import print_table
 from grpo_lab.io import write_json
-from grpo_lab.recipe.data import MADE, load_rows
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.models import load_saved_model, loading, refuse_adapter
 from grpo_lab.recipe.sections import DataSection
 from grpo_lab.turns.trajectory import Trajectory
@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("what", choices=["numerics"], help="numerics: log-probs of trainer and engine")
     add("model", metavar="MODEL", help="folder or hub name")
     add("--adapter", metavar="FOLDER", help="a LoRA adapter of it; the engine holds it beside the base")
-    add("--merged", action="store_true", help="merge the adapter in the trainer's model")
     add("--tokenizer", metavar="FOLDER", help="the trainer's tokenizer and chat template (default: the model's)")
     computes = "float32 weights, bfloat16 ones, or float32 ones under autocast to bfloat16, as `bf16: true` trains"
     add("--trainer", choices=["float32", "bfloat16", "autocast"], default="float32", help=computes)
@@ -65,8 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=int, default=4, help="turns of the policy (default: 4)")
     add("--length", type=int, default=1024, help="most tokens of a transcript (default: 1024)")
     add("--prompts", type=int, default=16, help="transcripts (default: 16)")
-    rows = "rows whose prompts open the transcripts: a loader, or a jsonl or parquet file (default: word_problems)"
-    add("--data", default="word_problems", help=rows)
     add("--output", type=Path, default=Path("numerics.json"), help="the numbers (default: numerics.json)")
     add_engine_options(parser)
 
@@ -79,7 +76,7 @@ def run(known: argparse.Namespace) -> int:
         refuse_without_engine("`grpo-lab check numerics MODEL`")
     elif options != EngineOptions(seed=options.seed):
         raise ValueError("--server: the engine's options are those of `grpo-lab serve`; leave them out here")
-    prompts = _prompts(known.data, known.prompts)
+    prompts = word_problems(known.prompts)
     model, tokenizer = load_saved_model(known.model, use_cpu=False, tokenizer=known.tokenizer)
     trained_in = torch.float32
     if known.trainer == "bfloat16":
@@ -95,8 +92,6 @@ def run(known: argparse.Namespace) -> int:
     engine = _engine(known, options, model, files)
     if files is not None:
         engine.use(files.write(model, adapter_tensors(model.named_parameters(), files.adapter)))
-    if known.merged:
-        model.merge_adapter()
     template = first_difference(engine, tokenizer, prompts)
     stops = stop_token_ids(model.generation_config, tokenizer)
     transcripts = write_transcripts(engine, tokenizer, stops, prompts, known.turns, min(known.length, engine.context))
@@ -123,17 +118,10 @@ def _engine(known: argparse.Namespace, options: EngineOptions, model: Any, files
     return ColocatedEngine(start(model=known.model, gpu_memory_utilization=SHARE_OF_GPU, **arguments))
 
 
-def _prompts(data: str, count: int) -> list[Messages]:
-    """Return the messages of the first ``count`` prompts of some rows."""
-    arguments: dict[str, Any] = {}
-    if data in MADE:
-        arguments = {"n": count}
-    elif Path(data).is_file():
-        arguments = {"source": data}
-        data = "file"
-    section = DataSection(data, limit=count, arguments=arguments)
-    prompts = load_rows(section, "--data")["prompt"]
-    return [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts]
+def word_problems(count: int) -> list[Messages]:
+    """Return the messages of some prompts, with which transcripts open."""
+    section = DataSection("word_problems", arguments={"n": count})
+    return list(load_rows(section, "the prompts of transcripts")["prompt"])
 
 
 def first_difference(engine: AskedEngine, tokenizer: Any, prompts: Sequence[Messages]) -> str | None:
@@ -289,21 +277,10 @@ def _report(known: argparse.Namespace, engine: AskedEngine, found: Evidence, tra
     gaps |= {"drawn anew": found.anew, "after one token": found.alone, "after two": found.near, "far on": found.far}
     if found.base is not None:
         gaps["without the adapter"] = found.base
-    table = [
-        (
-            name,
-            gap.tokens,
-            f"{gap.mean:.1e}",
-            f"{gap.worst:.1e}",
-            f"{gap.outside:.1%}",
-            f"{gap.k1:.1e}",
-            f"{gap.k3:.1e}",
-        )
-        for name, gap in gaps.items()
-    ]
-    head = ["engine and trainer", "tokens", "mean, nats", "worst", "outside 0.8 … 1.25", "k1", "k3"]
+    table = [(name, gap.tokens, f"{gap.mean:.1e}", f"{gap.worst:.1e}") for name, gap in gaps.items()]
+    head = ["engine and trainer", "tokens", "mean, nats", "worst"]
     print_table(Console(), "", head, table)
-    asked = {name: getattr(known, name) for name in ("model", "adapter", "merged", "server", "turns", "length", "data")}
+    asked = {name: getattr(known, name) for name in ("model", "adapter", "server", "turns", "length")}
     said = {"train": train, "cause": cause, "sentence": sentence, "limit": limit, "dtypes": dtypes}
     write_json(known.output, {**said, "asked": asked, "found": asdict(found)})
     print(f"{sentence}\nnumbers: {known.output}")

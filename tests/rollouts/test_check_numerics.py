@@ -127,16 +127,12 @@ def test_the_same_model_is_passed_dense(model: Any, dense: Any, tokenizer: Any) 
     assert sorted(found.turns) == [1, 2, 3]
     assert sum(gap.tokens for gap in found.turns.values()) == sum(gap.tokens for gap in found.quarters.values())
     assert max(gap.mean for gap in [*found.turns.values(), found.anew, found.far]) < 2e-5
-    assert all(gap.outside == 0.0 for gap in found.turns.values())
 
 
-@pytest.mark.parametrize("merged", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["unmerged", "merged"])
-def test_the_same_adapter_is_passed(merged: bool, model: Any, with_adapters: Any, tokenizer: Any) -> None:
+def test_the_same_adapter_is_passed(model: Any, with_adapters: Any, tokenizer: Any) -> None:
     adapted = lora(model)
     files = AdapterFiles(adapted)
     sent(with_adapters, adapted, files)
-    if merged:
-        adapted.merge_adapter()
     found = checked(adapted, with_adapters, tokenizer)
     assert verdict(found, LIMIT, ["float32", "float32"])[0]
     assert found.unused is not None
@@ -155,7 +151,7 @@ def test_a_stale_adapter(model: Any, with_adapters: Any, tokenizer: Any) -> None
             if "lora_" in name:
                 weight.mul_(1.2)
     found = checked(adapted, with_adapters, tokenizer)
-    assert likely_cause(found, LIMIT) == "adapter"
+    assert likely_cause(found, LIMIT)[0] == "adapter"
     assert found.base is not None
     assert found.base.mean < LIMIT < found.anew.mean
     assert "the engine holds another adapter than the trainer, such as that of an earlier step." in told(found)
@@ -163,7 +159,7 @@ def test_a_stale_adapter(model: Any, with_adapters: Any, tokenizer: Any) -> None
 
 def test_an_adapter_that_is_not_used(model: Any, dense: Any, tokenizer: Any) -> None:
     found = checked(lora(model), dense, tokenizer)
-    assert likely_cause(found, LIMIT) == "adapter"
+    assert likely_cause(found, LIMIT)[0] == "adapter"
     assert told(found).endswith("the engine does not use the adapter at all.")
 
 
@@ -174,7 +170,7 @@ def test_pages_of_an_older_policy(model: Any, dense: Any, tokenizer: Any) -> Non
     load_into_runner(worker_runner(dense.engine), model.named_parameters())
     try:
         found = checked(model, dense, tokenizer)
-        assert likely_cause(found, LIMIT) == "cache"
+        assert likely_cause(found, LIMIT)[0] == "cache"
         assert found.anew.mean < LIMIT < min(gap.mean for gap in found.turns.values())
         assert "cached pages of an older policy" in told(found)
         push_weights(dense.engine, model.named_parameters())  # the same weights, and the cache is dropped
@@ -188,7 +184,7 @@ def test_other_weights(model: Any, dense: Any, tokenizer: Any) -> None:
     """Moved and not sent: off after a single token already, and everywhere alike."""
     move(model, seed=2)
     found = checked(model, dense, tokenizer)
-    assert likely_cause(found, LIMIT) == "weights"
+    assert likely_cause(found, LIMIT)[0] == "weights"
     assert "the engine holds other weights" in told(found)
     gaps = [gap.mean for gap in found.turns.values()]
     assert max(gaps) < 2 * min(gaps)
@@ -202,7 +198,7 @@ def test_query_and_key_alone_are_not_guessed_at(model: Any, dense: Any, tokenize
             if "q_proj" in name or "k_proj" in name:
                 weight.add_(0.1 * weight.std() * torch.randn_like(weight))
     found = checked(model, dense, tokenizer)
-    assert likely_cause(found, LIMIT) == ""
+    assert likely_cause(found, LIMIT)[0] == ""
     assert "The gaps name no cause" in told(found)
 
 
@@ -211,7 +207,7 @@ def test_another_template(model: Any, dense: Any, folder: Path) -> None:
     ours = AutoTokenizer.from_pretrained(folder)
     ours.chat_template = ours.chat_template.replace("assistant\\n<think>\\n'", "assistant\\n'")
     found = checked(model, dense, ours)
-    assert likely_cause(found, LIMIT) == "template"
+    assert likely_cause(found, LIMIT)[0] == "template"
     place = len(dense.rendered(PROMPTS[0], TOOLS)) - 2
     assert f"prompt 1 differs from token {place} on, '' in the trainer and '<think>\\n' in the engine" in told(found)
 
@@ -228,7 +224,7 @@ def test_other_rotary_settings_of_the_engine(rotary: Any, folder: Path, model: A
     """Right after a single token, and growing with the distance. Last: an engine that ends takes the others' groups."""
     engine = started(folder, hf_overrides={"rope_parameters": rotary})
     found = checked(model, engine, tokenizer)
-    assert likely_cause(found, LIMIT) == "rotary"
+    assert likely_cause(found, LIMIT)[0] == "rotary"
     assert found.alone.mean < 1e-5
     assert found.far.mean > 4 * found.near.mean > 0
     assert "other rotary settings (rope_theta, scaling)" in told(found)
@@ -270,7 +266,7 @@ def test_a_server_dense_and_with_an_adapter(
     words = ["check", "numerics", str(folder), "--server", served, *LONGER]
     words += ["--output", str(tmp_path / "numerics.json")]
     assert main(words) == 0
-    assert main([*words, "--adapter", str(tmp_path / "adapter"), "--merged"]) == 0
+    assert main([*words, "--adapter", str(tmp_path / "adapter")]) == 0
     assert json.loads((tmp_path / "numerics.json").read_text())["found"]["unused"]["mean"] > 100 * LIMIT
     shutil.copytree(folder, tmp_path / "other")
     ours = AutoTokenizer.from_pretrained(folder)
@@ -280,7 +276,7 @@ def test_a_server_dense_and_with_an_adapter(
     assert main([*words, "--tokenizer", str(tmp_path / "other")]) == 1
     assert "prompt 1 differs from token " in capfd.readouterr().out
     engine = ServedEngine(served)
-    assert likely_cause(checked(adapted, engine, tokenizer), LIMIT) == "adapter"
+    assert likely_cause(checked(adapted, engine, tokenizer), LIMIT)[0] == "adapter"
     with pytest.raises(SystemExit):
         main(["check", "numbers", str(folder)])
     assert main([*words, "--dtype", "bfloat16"]) == 2

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from grpo_lab.diagnostics.numerics import Evidence, Gap, by_part, likely_cause, quarter_of, verdict
-from grpo_lab.objectives import k1, k3
 
 
-def test_a_gap_by_hand_and_against_the_objectives_estimators() -> None:
-    engine, trainer = [-1.0, -2.0, -0.5, -3.0], [-1.1, -2.0, -0.2, -3.0]
-    gap = Gap.between(engine, trainer)
+def test_a_gap_by_hand() -> None:
+    gap = Gap.between([-1.0, -2.0, -0.5, -3.0], [-1.1, -2.0, -0.2, -3.0])
     assert (gap.tokens, gap.mean, gap.worst) == (4, pytest.approx(0.1), pytest.approx(0.3))
-    assert gap.outside == 0.25  # e^0.3 = 1.35
-    told, computed = torch.tensor(engine, dtype=torch.float64), torch.tensor(trainer, dtype=torch.float64)
-    assert gap.k1 == pytest.approx(float(k1(told, computed).mean()))
-    assert gap.k3 == pytest.approx(float(k3(told, computed).mean()))
-
-
-@pytest.mark.parametrize(("ratio", "outside"), [(0.799, 1.0), (0.801, 0.0), (1.249, 0.0), (1.251, 1.0)])
-def test_the_ratio_s_interval(ratio: float, outside: float) -> None:
-    assert Gap.between([0.0], [math.log(ratio)]).outside == outside
 
 
 def test_parts_weigh_by_their_tokens() -> None:
@@ -40,7 +27,7 @@ def test_quarters() -> None:
 
 
 def gap(mean: float) -> Gap:
-    return Gap(10, mean, mean, 0.0, 0.0, 0.0)
+    return Gap(10, mean, mean)
 
 
 RIGHT = Evidence({1: gap(1e-6), 2: gap(1e-6)}, {1: gap(1e-6)}, gap(1e-6), gap(1e-6), gap(1e-6), gap(1e-6))
@@ -58,7 +45,7 @@ CASES = {
 @pytest.mark.parametrize("cause", CASES)
 def test_the_cause_of_a_pattern(cause: str) -> None:
     found, words = CASES[cause]
-    assert likely_cause(found, 1e-4) == cause
+    assert likely_cause(found, 1e-4)[0] == cause
     train, named, sentence = verdict(found, 1e-4, ["float32", "float32"])
     assert not train
     assert named == cause
