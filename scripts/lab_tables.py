@@ -100,7 +100,7 @@ def measured_with(text: str, shown: dict[str, str], kept: dict[str, Any]) -> str
 def in_short(values: list[tuple[str, str]]) -> list[str]:
     """The start, and the arms with the lowest and the highest value."""
     arms = [pair for pair in values if pair[0] != "(start)"]
-    ends = sorted(arms, key=lambda pair: float(pair[1].split()[0]))
+    ends = sorted(arms, key=lambda pair: float(pair[1].split()[0].rstrip(";")))
     start = [f"{arm} {value}" for arm, value in values if arm == "(start)"]
     if len(arms) == 1:
         return [*start, " ".join(ends[0])]
