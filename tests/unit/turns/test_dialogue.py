@@ -153,8 +153,7 @@ def test_ten_megabytes_cost_no_more_than_their_beginning(qwen3: ChatDialogue) ->
 @pytest.mark.not_fast
 def test_differences_of_templates_are_told(qwen3: ChatDialogue, grpo_lab_data: Path) -> None:
     folder = grpo_lab_data / "tokenizers" / "qwen3"
-    told = check_template(qwen3, "refuse")  # TRL's training template keeps thinking
-    assert told == ("trims white space before calls", "writes arguments of calls anew")
+    assert check_template(qwen3, "refuse") == ()  # TRL's training template keeps thinking
     without = script.dialogue_of(script.tokenizer_of(folder, "qwen2_5"), {})
     assert DROPS_THINKING in check_template(without, "keep")
     with pytest.raises(ValueError, match=r"qwen3 drops thinking of earlier turns, and rollout\.turns"):
