@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-LONGEST_HEADING = 60
+SHOWN_OF_A_TURN = 60
 """Characters of a turn's calls, and of what the tools said, in its heading."""
 
 
@@ -94,6 +94,6 @@ def _value_in_words(value: Any) -> str:
 
 def _in_one_line(texts: list[str]) -> str:
     line = " ".join(", ".join(texts).split())
-    if len(line) <= LONGEST_HEADING:
+    if len(line) <= SHOWN_OF_A_TURN:
         return line
-    return f"{line[: LONGEST_HEADING - 1]}…"
+    return f"{line[: SHOWN_OF_A_TURN - 1]}…"

@@ -41,6 +41,9 @@ TASK: Mapping[str, Any] = {"steps": (3, 4), "largest": 20}
 MOST_TOKENS = 72
 MOST_OF_A_STEP = 20
 """Most tokens of a solution, and of a step: the longest ones have 56 and 16."""
+WRITTEN_AT_ONCE = 256
+JUDGED_AT_ONCE = 64
+"""Solutions in a batch of the policy, and of a judge."""
 WIDTHS = (1, 2, 4, 8, 16)
 """Proposals a node, in the look at the space."""
 TRAINING: Mapping[str, Any] = {
@@ -111,12 +114,12 @@ class SearchCell:
         self.prm = StepJudge(self._scores("prm"), "least")
 
     def writer_of(self, model: Path) -> StepWriter:
-        how = SamplingSettings(batch_size=256, max_completion_length=MOST_TOKENS, use_cpu=True)
+        how = SamplingSettings(batch_size=WRITTEN_AT_ONCE, max_completion_length=MOST_TOKENS, use_cpu=True)
         loaded = load_generator(str(model), how, use_cpu=True, seed=self.seed)
         return StepWriter(loaded, MOST_TOKENS, MOST_OF_A_STEP, seed=self.seed)
 
     def _scores(self, stage: str) -> TokenClassificationSteps:
-        return TokenClassificationSteps(self.models / stage / MODEL, batch_size=64, device="cpu")
+        return TokenClassificationSteps(self.models / stage / MODEL, batch_size=JUDGED_AT_ONCE, device="cpu")
 
     def read(self, text: str) -> str | None:
         return getattr(self.reward.read(text), "text", None)
@@ -292,7 +295,7 @@ def rows_of(cell: SearchCell, found: Sequence[Sequence[FoundSolution]]) -> list[
 
 def answers_of(writer: StepWriter, rows: Any) -> dict[str, Any]:
     """Evaluate a policy: whether its greedy answers are right, and pass@1 of two samples a problem."""
-    how: Any = {"max_new_tokens": MOST_TOKENS, "batch_size": 256, "n_samples": 2, "progress": False}
+    how: Any = {"max_new_tokens": MOST_TOKENS, "batch_size": WRITTEN_AT_ONCE, "n_samples": 2, "progress": False}
     result = evaluate(
         None,
         writer.loaded.tokenizer,
