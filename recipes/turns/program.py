@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_lab.data import coding_tasks
-from grpo_lab.data.made import LAST, MIDDLE, Step
+from grpo_lab.data.made import LAST
 from grpo_lab.rewards import CodeReward
 
 SHOWN = 3
@@ -83,24 +83,36 @@ class Program:
 
 
 def tasks(
-    n: int, seed: int = 0, split: str = "train", steps: tuple[int, int] = (1, 2), slips: float = 0.0
+    n: int,
+    seed: int = 0,
+    split: str = "train",
+    steps: tuple[int, int] = (1, 2),
+    slips: float = 0.0,
+    given_up: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Return ``n`` coding tasks. ``slips``: the share of worked solutions whose first program has a wrong line, which
-    the next turn mends."""
+    """Return ``n`` coding tasks.
+
+    Args:
+        slips: share of worked solutions whose first program has a wrong line.
+        given_up: share of those that end there. The next turn mends the others.
+    """
     rng = random.Random(f"program/{seed}/{split}")
     rows = coding_tasks(n, seed, split, steps)
-    return [{**row, "worked_solution": transcript(row, rng, slips)} for row in rows]
+    return [{**row, "worked_solution": transcript(row, rng, slips, given_up)} for row in rows]
 
 
-def transcript(row: dict[str, Any], rng: random.Random, slips: float) -> list[dict[str, Any]]:
+def transcript(row: dict[str, Any], rng: random.Random, slips: float, given_up: float) -> list[dict[str, Any]]:
     """Return the messages of a worked solution."""
-    messages: list[dict[str, Any]] = []
+    done = {"role": "assistant", "content": "done"}
     tests = row["tests"].split("\n")[:SHOWN]
-    if rng.random() < slips:
-        wrong = with_slip(row["solution"], rng)
-        messages += ran(wrong, passed_here(wrong, tests))
-    messages += ran(row["solution"], SHOWN)
-    return [*messages, {"role": "assistant", "content": "done"}]
+    right = ran(row["solution"], SHOWN)
+    if rng.random() >= slips:
+        return [*right, done]
+    wrong = with_slip(row["solution"])
+    first = ran(wrong, passed_here(wrong, tests))
+    if rng.random() < given_up:
+        return [*first, done]
+    return [*first, *right, done]
 
 
 def ran(program: str, right: int) -> list[dict[str, Any]]:
@@ -110,14 +122,12 @@ def ran(program: str, right: int) -> list[dict[str, Any]]:
     return [call, {"role": "tool", "name": "run", "content": f"{right} of {SHOWN}"}]
 
 
-def with_slip(program: str, rng: random.Random) -> str:
-    """Return the program with one of its lines replaced by another step's."""
-    head, *lines = program.split("\n")
-    place = rng.randrange(len(lines))
-    steps: tuple[Step, ...] = LAST if place == len(lines) - 1 else MIDDLE
-    step = rng.choice(steps)
-    lines[place] = f"    {step.code.format(k=rng.choice(step.numbers))}"
-    return "\n".join([head, *lines])
+def with_slip(program: str) -> str:
+    """Return the program with another end: the one that stands next in the table of ends."""
+    *lines, last = program.split("\n")
+    ends = [step.code for step in LAST]
+    place = ends.index(last.strip())
+    return "\n".join([*lines, f"    {ends[(place + 1) % len(ends)]}"])
 
 
 def passed_here(program: str, tests: list[str]) -> int:

@@ -79,6 +79,10 @@ def test_slips_are_mended_as_the_sandbox_says() -> None:
         assert [played.run(**call["arguments"]) for call in calls] == said
         assert said[-1] == "3 of 3"
         assert played.get_reward() == 1.0
+    (given_up,) = program.tasks(1, split="cold_start", slips=1.0, given_up=1.0)
+    roles = [message["role"] for message in given_up["worked_solution"]]
+    assert roles == ["assistant", "tool", "assistant"]
+    assert given_up["worked_solution"][1]["content"] != "3 of 3"
 
 
 def test_calls_are_read_as_they_were_written_and_answers_carry_no_loss() -> None:
