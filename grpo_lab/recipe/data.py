@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ MADE |= {"countdown": "countdown", "sorting": "sorting"}
 LOADERS = {**{name: f"load_{name}" for name in READ}, **{name: name for name in MADE}}
 BESIDE = ("loader", "template", "limit")
 """Keys of a section that are not arguments of its loader."""
+OF_MIXTURE = ("data", "evaluation.data")
+"""Sections that a recipe's ``mixture`` is written out to: errors name a task's data as it is written there."""
 
 
 def load_rows(section: DataSection, where: str = "data") -> Dataset:
@@ -38,8 +41,11 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
     template = {}
     if takes:
         template = {"template": section.template}
+    arguments = typed(section.arguments, load, where)
+    if load is mixture and where not in OF_MIXTURE:
+        load = partial(_tasks_of, f"{where}.{{}}")
     try:
-        found = load(**typed(section.arguments, load, where), **template)
+        found = load(**arguments, **template)
     except (ValueError, OSError) as error:
         raise ValueError(f"{place}: {error}") from error
     except MemoryError:
@@ -80,9 +86,14 @@ def loader_of(name: str, where: str) -> Callable[..., Any]:
 def mixture(template: str = "chat", **tasks: Any) -> Dataset:
     """Load the rows of several tasks, ``{name: data section}``, and join them. ``template``: of a section without its
     own."""
+    return _tasks_of("mixture.{}.data", template, **tasks)
+
+
+def _tasks_of(places: str, /, template: str, **tasks: Any) -> Dataset:
+    """Load the rows of several tasks; ``places`` with a task's name in it is the setting that errors name."""
     parts = {}
     for name, one in tasks.items():
-        where = f"mixture.{name}.data"
+        where = places.format(name)
         if isinstance(one, Mapping):
             one = {"template": template, **one}
         parts[name] = load_rows(read(DataSection, one, where), where)

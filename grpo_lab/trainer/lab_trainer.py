@@ -187,7 +187,7 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         return self.algorithm.objective.token_loss(batch)
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
-        with self.parts.stop.in_force():
+        with self.parts.stop.in_force(), self.parts.trajectories.tools_in_use():
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,3 +235,28 @@ def test_first_turns_of_a_rollout_function(models: dict[str, Path], tmp_path: Pa
         found.train()
         weights.append(found.model.state_dict())
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def children(pid: int) -> set[int]:
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+@pytest.mark.thorough
+def test_no_process_of_a_tool_outlives_the_training(models: dict[str, Path], tmp_path: Path) -> None:
+    """An evaluation after it has tools again."""
+    before = children(os.getpid())
+    during: set[int] = set()
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        during.update(children(os.getpid()) - before)
+        return [float(len(messages)) for messages in completions]
+
+    args = config(tmp_path, {"turns": {"processes": ["multiply"], "threads": 1}}, per_device_eval_batch_size=4)
+    found, _ = scripted(models, tmp_path, args, reward_funcs=reward, eval_dataset=chats(2))
+    assert during
+    deadline = time.monotonic() + 10
+    while during & children(os.getpid()):
+        assert time.monotonic() < deadline, "a tool's process is left"
+        time.sleep(0.05)
+    assert found.evaluate()["eval_tools/failure_frequency"] == 0
+    found.parts.trajectories.tools.close()

@@ -16,7 +16,7 @@ from trl.trainer import distillation_trainer
 from trl.trainer import utils as trl_utils
 
 from grpo_lab.engines.generators import render_prompt
-from grpo_lab.testing import THINKING_TEMPLATE, tiny_model
+from grpo_lab.testing import THINKING_TEMPLATE, TOOLS_TEMPLATE, tiny_model
 from grpo_lab.trainer.supervised import methods
 from grpo_lab.trainer.supervised.methods import SFTInBins, train_by
 from grpo_lab.trainer.trl_bridge.forwards import scored_alone
@@ -169,3 +169,21 @@ def test_pairs_after_an_assistants_message_have_the_prompt_that_is_sampled_from(
         assert tokenizer.decode(found[0]["chosen_ids"]) == "5<|im_end|>\n"
     else:
         assert tokenizer.decode([t for t in found[0]["chosen_labels"] if t != -100]).startswith("5<|im_end|>")
+
+
+@pytest.mark.parametrize(("only", "said"), [(False, 1), (True, 0)])
+def test_training_on_what_tools_said_is_told_once(
+    only: bool, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokenizer = tiny_model(hidden_size=16, num_layers=1, num_heads=2)
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    completion = [
+        {"role": "assistant", "content": "I ask."},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "It is 7."},
+    ]
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "3 + 4"}], "completion": completion}] * 4)
+    arguments = {**ARGUMENTS, "max_steps": 1, "per_device_train_batch_size": 4, "assistant_only_loss": only}
+    train_by("sft", model, tokenizer, rows, tmp_path, arguments, where="cold_start")
+    told = [text for text in caplog.messages if "`cold_start.assistant_only_loss: true`" in text]
+    assert len(told) == said

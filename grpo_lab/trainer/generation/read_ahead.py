@@ -75,7 +75,7 @@ class ReadAhead:
 def refuse_turns(trainer: RolloutPort, setting: str, turns: str, images: str) -> None:
     """Raise ValueError if completions are made in turns (tools, an environment, a rollout function) or bring images.
     ``turns`` and ``images`` are the reasons why ``setting`` cannot have them."""
-    taken = {"rollout_func": turns, "tools": turns, "environment_factories": turns}
+    taken = {"rollout_func": turns, "environment_factories": turns, "tools": turns}
     found = [(f"`{name.replace('ies', 'y')}`", why) for name, why in taken.items() if getattr(trainer, name, None)]
     found += [("data with images", images)] if trl_bridge.may_bring_images(trainer) else []
     if found:

@@ -89,6 +89,16 @@ class Trajectories:
     def on(self) -> bool:
         return self.rollout.turns is not None
 
+    @contextlib.contextmanager
+    def tools_in_use(self) -> Iterator[None]:
+        """Return a context around a training. After it no process of a tool is left; an evaluation starts new ones."""
+        try:
+            yield
+        finally:
+            if self.rollout.turns is not None:
+                self.tools.close()
+                self.tools = ToolCalls(self.rollout.turns, self.dialogue.cut)
+
     def _limits(self) -> LoopLimits:
         trainer = self.trainer
         turns = self.rollout.turns
@@ -269,8 +279,9 @@ class Trajectories:
 
 
 def gave_up(one: Trajectory) -> bool:
-    """Return whether a call of the trajectory was given up."""
-    return any(call.failure == "timed_out" for turn in one.turns for call in turn.calls)
+    """Return whether a call of the trajectory was given up, or may have been before it was made again."""
+    calls = [call for turn in one.turns for call in turn.calls]
+    return any(call.failure == "timed_out" or call.tries > 1 for call in calls)
 
 
 def dialogue_of(trainer: GRPOTrainer) -> ChatDialogue:

@@ -105,6 +105,8 @@ def train_by(
         raise ValueError(f"rows have no column {missing[0]!r}; they have {rows.column_names}")
     settings = {**FIXED.get(method, {}), **check_training(method, arguments, where)}
     args = config(**{"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **settings})
+    if method == "sft" and not args.assistant_only_loss:
+        _warn_of_tools(rows, where)
     how = {"tokenizer": tokenizer, "kwargs": dict(chat_template_kwargs or {})}
     if method == "sft" and _renders_as_ever(args, rows):
         args.completion_only_loss = args.completion_only_loss is not False
@@ -127,6 +129,16 @@ def train_by(
 def _is_assistants(prompt: Any) -> bool:
     """Return whether a prompt of messages ends with one of the assistant."""
     return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+
+
+def _warn_of_tools(rows: Dataset, where: str) -> None:
+    """Say it once if completions hold messages of tools, which are trained on as the assistant's are."""
+    conversations = [one for one in rows["completion"] if not isinstance(one, str)]
+    if any(message["role"] == "tool" for messages in conversations for message in messages):
+        logger.warning(
+            "completions hold answers of tools, and the model is trained to write them: set "
+            f"`{where}.assistant_only_loss: true` to train on the assistant's messages alone"
+        )
 
 
 def _renders_as_ever(args: Any, rows: Dataset) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from grpo_lab.pipelines.dry_run import plan_of_training
 from grpo_lab.recipe.build import build_reward
 from grpo_lab.recipe.data import load_rows
-from grpo_lab.recipe.sections import read_recipe, recipe_from
+from grpo_lab.recipe.sections import DataSection, read_recipe, recipe_from
 from grpo_lab.rewards.for_task import ByTask
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "verifiable" / "mixture.yaml"
@@ -113,6 +113,14 @@ def test_what_the_dry_run_refuses(tmp_path: Path, task: dict[str, Any], said: st
     mixture = {"games": GAMES, "sorting": task}
     with pytest.raises(ValueError, match=re.escape(said)):
         plan_of_training(recipe_from({**GOOD, "mixture": mixture, "output_dir": str(tmp_path / "out")}))
+
+
+def test_a_mixture_of_a_cold_start_is_named_as_it_is_written() -> None:
+    section = DataSection(loader="mixture", arguments={"sums": {"loader": "sortin"}})
+    with pytest.raises(ValueError, match=r"`cold_start\.data\.sums\.loader` is 'sortin'"):
+        load_rows(section, "cold_start.data")
+    with pytest.raises(ValueError, match=r"`mixture\.sums\.data\.loader` is 'sortin'"):
+        load_rows(section)
 
 
 @pytest.mark.slow
