@@ -161,7 +161,8 @@ def test_a_row_of_zero_advantage_gives_the_others_nothing(row: Row, ratio: str) 
         _, gradient = loss_and_gradient(row, ratio, rebuilt(batch, ratio, advantages=advantages))
         assert (gradient[1] == 0).all()
         _, without = loss_and_gradient(row, ratio, rows_of(batch, ratio, torch.tensor([0, 2, 3, 4])))
-        torch.testing.assert_close(gradient[[0, 2, 3, 4]], without, rtol=0, atol=0)
+        # A sigmoid's last digit may depend on the place of its element in a vector register.
+        torch.testing.assert_close(gradient[[0, 2, 3, 4]], without, rtol=1e-15, atol=0)
 
 
 def test_appending_padding_changes_nothing(row: Row, ratio: str) -> None:
