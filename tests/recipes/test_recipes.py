@@ -14,6 +14,7 @@ from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import plan_of_pipeline
 from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml
+from grpo_lab.registry import modules_beside
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 OTHER_COMMANDS = (
@@ -55,6 +56,7 @@ def test_a_pipeline_dry_runs(path: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)  # where a team's own general rows lie
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "general.jsonl").write_text('{"prompt": "Say hello.", "completion": "Hello."}\n')
+    modules_beside(path)  # as the command does
     written = read_yaml(path, {"output_dir": str(tmp_path / "out")})
     plan = plan_of_pipeline(pipeline_from(written, beside=path.parent))
     assert plan["output folder"] == str(tmp_path / "out")
