@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -134,7 +135,9 @@ SHORT = {
 def test_a_cell_in_short(tmp_path: Path) -> None:
     words = [word for key, value in SHORT.items() for word in ("--set", key, str(value))]
     at = ["lab", "capability", "--arms", "edge, process", "--seeds", "0", "--folder", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", "grpo_lab", *at, *words], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "grpo_lab", *at, *words]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=one_thread, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (record,) = json.loads((tmp_path / "records.json").read_text())["edge, process"]
     assert measured_at({"edge, process": [record]}) == ([3, 4, 5], [1, 8, 32, 128])
