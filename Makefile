@@ -118,7 +118,7 @@ bench-step: setup  ## the whole step by part, stock TRL against ours, from the q
 bench-accuracy: setup-vllm  ## time to accuracy, stock TRL against ours, part by part, and overlapped rollouts: 90 minutes
 	$(BIN)/python scripts/bench_accuracy.py
 
-speedrun: setup  ## seconds from random weights to a target accuracy, stock TRL and ours: docs/speedrun.md (half an hour)
+speedrun: setup  ## seconds from random weights to a target accuracy, stock TRL and ours: docs/speedrun.md (two to five minutes an entry)
 	$(BIN)/python scripts/speedrun.py --all
 
 bench-supervised: setup  ## supervised training against TRL's SFTTrainer, on the cold starts of three recipes: 10 minutes

@@ -1,6 +1,6 @@
 """Speed to capability: seconds of training, from random weights, until an accuracy is sure (docs/speedrun.md).
 
-    make speedrun                                                    # the four entries, each on two seeds: half an hour
+    make speedrun                                                    # the four entries, each on two seeds
     python scripts/speedrun.py --name mine --recipe FILE.yaml        # one entry
     python scripts/speedrun.py --name mine --set num_iterations 2    # the base line's recipe with a change
     taskset -c 0 python scripts/speedrun.py --all --enter            # on one core, into the records

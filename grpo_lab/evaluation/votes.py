@@ -10,6 +10,7 @@ from typing import Any
 from grpo_lab.verifiers.canonical import canonical
 
 ReadAnswer = Callable[[str], "str | None"]
+"""Function from a completion's text to its answer; None: it has none."""
 
 _LONGEST_NAME = 200
 # Forty digits are more than an answer needs; without a bound "1e999999999" would be expanded for hours.

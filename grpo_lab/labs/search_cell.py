@@ -11,6 +11,7 @@ from grpo_lab.curation import Sampled
 from grpo_lab.data import word_problems
 from grpo_lab.engines.generators import in_form_of, render_prompt
 from grpo_lab.evaluation import evaluate
+from grpo_lab.evaluation.votes import answer_reader
 from grpo_lab.io import write_json_lines
 from grpo_lab.recipe.sections import SamplingSettings
 from grpo_lab.rewards import AccuracyReward
@@ -110,6 +111,9 @@ class SearchCell:
         tokenizer = self.writer.loaded.tokenizer
         self.questions = [Question(row["prompt"], render_prompt(row["prompt"], tokenizer).ids) for row in self.rows]
         self.reward = AccuracyReward(mode="strict")
+        reader = answer_reader(self.reward)
+        assert reader is not None  # an AccuracyReward has one
+        self.read = reader
         self.value = StepJudge(self._scores("value"), "last")
         self.prm = StepJudge(self._scores("prm"), "least")
 
@@ -121,15 +125,14 @@ class SearchCell:
     def _scores(self, stage: str) -> TokenClassificationSteps:
         return TokenClassificationSteps(self.models / stage / MODEL, batch_size=JUDGED_AT_ONCE, device="cpu")
 
-    def read(self, text: str) -> str | None:
-        return getattr(self.reward.read(text), "text", None)
-
     def vote(self, found: Sequence[FoundSolution]) -> str:
         return voted(found, self.read)
 
     def right(self, texts: Sequence[str], places: Sequence[int] | None = None) -> list[bool]:
         """Return whether each text solves its problem. ``places``: the problems' indices; None: one text for each."""
-        rows = self.rows if places is None else [self.rows[place] for place in places]
+        rows = self.rows
+        if places is not None:
+            rows = [self.rows[place] for place in places]
         prompts = [row["prompt"] for row in rows]
         completions = [in_form_of(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         solutions = [row["solution"] for row in rows]
@@ -146,9 +149,9 @@ def searches(arm: str, cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
     if arm == "tree search, votes":
         trees = tree_search(cell.writer, cell.questions, Voting(cell.writer, cell.read), **tree)
         return {arm: measured(cell, [one.found for one in trees], cell.vote, sizes)}
-    if arm in ("tree search, value", "tree search, PRM"):
-        judge = cell.value if arm == "tree search, value" else cell.prm
-        trees = tree_search(cell.writer, cell.questions, Judging(cell.writer, judge), **tree)
+    judges = {"tree search, value": cell.value, "tree search, PRM": cell.prm}
+    if arm in judges:
+        trees = tree_search(cell.writer, cell.questions, Judging(cell.writer, judges[arm]), **tree)
         return {arm: measured(cell, [one.found for one in trees], best, sizes)}
     found = sampled(cell.writer, cell.questions, sizes.samples)
     return {
@@ -194,11 +197,11 @@ def beams_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
     right = []
     tokens = []
     for budget in sizes.budgets:
-        chosen = [[own[:1] for own in runs[0]], *runs]
         known = []
         for place in range(len(cell.questions)):
-            fitting = [run[place] for run in chosen if run[place][-1].tokens <= budget]
-            known.append(fitting[-1] if fitting else chosen[0][place])
+            fitting = [run[place] for run in runs if run[place][-1].tokens <= budget]
+            greedy = runs[0][place][:1]
+            known.append([greedy, *fitting][-1])
         right.append(cell.right([best(own) for own in known]))
         tokens.append(fmean(own[-1].tokens for own in known))
     return {"right": right, "tokens": tokens, "had": had_right(cell, known)}

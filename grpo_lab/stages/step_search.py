@@ -20,12 +20,12 @@ All problems advance side by side: a round of all trees, or beams, is one call o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from grpo_lab.engines.generators import Completion
-from grpo_lab.evaluation.result import vote_key
+from grpo_lab.evaluation.votes import ReadAnswer, vote_key
 from grpo_lab.rewards.steps import by_line
 from grpo_lab.rewards.token_classification import TokenClassificationSteps
 from grpo_lab.stages.sample import LoadedGenerator
@@ -48,10 +48,6 @@ class FoundSolution:
     text: str
     tokens: int
     value: float = 0.0
-
-
-ReadAnswer = Callable[[str], str | None]
-"""Function from a solution's text to its answer; None: it has none."""
 
 
 def within(found: Sequence[FoundSolution], tokens: int) -> list[FoundSolution]:

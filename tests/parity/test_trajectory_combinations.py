@@ -15,7 +15,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.trainer.generation.trajectories import refuse_unfit
+from grpo_lab.trainer.generation.trajectories import gave_up, refuse_unfit
+from grpo_lab.turns.trajectory import Call, Trajectory, Turn
 from parity.drop_in_cases import CallsATool, Counter, chats, multiply
 from parity.harness import arguments
 from parity.test_tool_loop import BUDGET, Script, Scripted
@@ -163,6 +164,20 @@ def test_it_trains_as_with_trls_loop(changes: dict[str, Any], models: dict[str, 
     assert script == same
     weights = stock.model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in ours.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("call", "given_up"),
+    [
+        (Call("multiply", {}, "6"), False),
+        (Call("multiply", {}, "error", failure="raised"), False),
+        (Call("multiply", {}, "error", failure="timed_out"), True),
+        (Call("multiply", {}, "6", tries=2), True),  # the first try may still be at work
+    ],
+)
+def test_what_counts_as_given_up(call: Call, given_up: bool) -> None:
+    turns = (Turn(0, 3, 0), Turn(3, 5, 0, calls=(call,)))
+    assert gave_up(Trajectory([1], [2] * 5, [1] * 5, None, [], turns)) is given_up
 
 
 class Waits(Counter):
