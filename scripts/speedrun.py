@@ -57,7 +57,7 @@ SEEDS = (0, 1)
 OURS = {
     "stock TRL": ["--stock"],
     "ours": [],
-    "ours, further updates": ["--set", "num_iterations", "4"],
+    "ours, further updates": ["--set", "num_iterations", "2"],
     "ours, curation": ["--set", "update.dead_groups", "resample"],
 }
 """Entry → what follows its name in its command."""
