@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.curation.domains import question_domain
 from grpo_lab.curation.duplicates import Contamination, Deduplicated, contaminated, deduplicate, find_contamination
-from grpo_lab.curation.kinds import question_kind
 from grpo_lab.curation.pass_rate import PassRate, Written, answer_only, guess_rates, guessable, keep_band, pass_rates
+from grpo_lab.curation.question_kinds import question_kind
 from grpo_lab.curation.rejection import (
     Sampled,
     contrast_pairs,
@@ -25,13 +25,13 @@ from grpo_lab.curation.selection import CurationReport, FilterOutcome, Selection
 from grpo_lab.curation.weights import average_weights
 
 if TYPE_CHECKING:
-    from grpo_lab.curation.mixture import MixtureSampler
+    from grpo_lab.curation.mixture_order import MixtureSampler
     from grpo_lab.curation.samplers import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        home = "mixture" if name == "MixtureSampler" else "samplers"
+        home = "mixture_order" if name == "MixtureSampler" else "samplers"
         return getattr(import_module(f"grpo_lab.curation.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from grpo_lab.curation.kinds import DRAWING, READ_AT_MOST
+from grpo_lab.curation.question_kinds import DRAWING, READ_AT_MOST
 
 _UNKNOWN = re.compile(r"\$[^$]{0,60}\b[a-z]\b|\\\[|\b[fgx]\(")
 

@@ -23,8 +23,8 @@ from grpo_lab.curation import (
     question_kind,
 )
 from grpo_lab.curation.duplicates import KNOWN, NGRAM, SIMILAR
-from grpo_lab.curation.kinds import KINDS
 from grpo_lab.curation.pass_rate import TRIES
+from grpo_lab.curation.question_kinds import KINDS
 from grpo_lab.curation.selection import is_missing
 from grpo_lab.recipe.sections import DataSection, SamplingSettings
 from grpo_lab.runs.stage import Workspace

@@ -11,7 +11,7 @@ from distributed.launch import HERE, RECIPES, accelerate_launch
 pytestmark = pytest.mark.slow
 
 
-def test_a_hundred_random_steps(tmp_path: Path) -> None:
+def test_random_steps(tmp_path: Path) -> None:
     """Bins, what comes home, bytes; ranks padded to different widths, fields per row, per token and of a team's own,
     NaN, no row at all."""
     out = tmp_path / "refused.txt"

@@ -28,7 +28,7 @@ from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, whole_completions
 from grpo_lab.trainer.scoring.resample import alike
 from grpo_lab.trainer.scoring.reward_table import correctness, gathered_steps, truncated_rows, without_infinite
-from grpo_lab.trainer.scoring.tasks import mark_tasks, record_by_task, task_numbers
+from grpo_lab.trainer.scoring.task_rows import mark_tasks, record_by_task, task_numbers
 from grpo_lab.trainer.settings.inputs import completion_limit
 from grpo_lab.trainer.settings.limits import kept_by_engine
 from grpo_lab.trainer.step.log_probs import GenerationForwards

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from grpo_lab.advantages import level_of
 from grpo_lab.advantages.mixed import MixedAdvantage
-from grpo_lab.curation.mixture import most_of
+from grpo_lab.curation.mixture_order import most_of
 from grpo_lab.objectives import MixedObjective, Objective, TaskObjective
 from grpo_lab.rewards.for_task import COLUMN
 from grpo_lab.settings import must_be, one_of, settings

@@ -27,7 +27,7 @@ from grpo_lab.trainer.metrics.token_weight_log import TokenWeights
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.row_table import Bin, Carried, RowTable, reach
 from grpo_lab.trainer.step.budget import ForwardBudget
-from grpo_lab.trainer.step.entropy import EntropyOfStep
+from grpo_lab.trainer.step.entropy_bonus import EntropyOfStep
 from grpo_lab.trainer.step.exchange import Collected, Exchange, Forwarded
 from grpo_lab.trainer.step.log_probs import OldPolicy, with_same_fields
 from grpo_lab.trainer.step.look import Looked, look, with_value

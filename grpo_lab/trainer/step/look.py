@@ -33,7 +33,7 @@ from grpo_lab.trainer.metrics.book import Origin
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.row_table import CHOSEN, Carried
-from grpo_lab.trainer.step.entropy import bonus_tokens
+from grpo_lab.trainer.step.entropy_bonus import bonus_tokens
 from grpo_lab.trainer.step.exchange import Forwarded
 from grpo_lab.trainer.step.micro_batch import of_rows, token_batch, token_loss, with_choices, with_group_tokens
 from grpo_lab.trainer.step.row_numbers import StepRows

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_lab.curation import question_kind
-from grpo_lab.curation.kinds import KINDS
+from grpo_lab.curation.question_kinds import KINDS
 
 OPEN = [
     "A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts does it take?",

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_lab.advantages import BatchZScore, GroupMean, GroupZScore, MixedAdvantage, PassAtK
 from grpo_lab.batch import TASK, Denominators, RewardTable, TokenBatch
 from grpo_lab.curation import MixtureSampler
-from grpo_lab.curation.mixture import Shares
+from grpo_lab.curation.mixture_order import Shares
 from grpo_lab.objectives import (
     Clipped,
     DetachedWeight,
