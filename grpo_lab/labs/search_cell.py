@@ -1,26 +1,21 @@
-"""What a cell of the lab `search` measures: answers of each method, the space of steps, the judges, what rows teach."""
+"""What a cell of the lab `search` measures: answers of each method, the space of steps, the judges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_lab.curation import Sampled
 from grpo_lab.data import word_problems
 from grpo_lab.engines.generators import in_form_of, render_prompt
-from grpo_lab.evaluation import evaluate
 from grpo_lab.evaluation.votes import answer_reader
-from grpo_lab.io import write_json_lines
 from grpo_lab.recipe.sections import SamplingSettings
 from grpo_lab.rewards import AccuracyReward
 from grpo_lab.rewards.token_classification import TokenClassificationSteps
-from grpo_lab.runs.stage import Workspace
-from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.settings import Positive, settings
 from grpo_lab.stages.sample import load_generator
-from grpo_lab.stages.select import ROWS, Keep
 from grpo_lab.stages.step_search import (
     FoundSolution,
     Judging,
@@ -36,7 +31,7 @@ from grpo_lab.stages.step_search import (
     voted,
     within,
 )
-from grpo_lab.stages.supervised import MODEL, Train
+from grpo_lab.stages.supervised import MODEL
 
 TASK: Mapping[str, Any] = {"steps": (3, 4), "largest": 20}
 MOST_TOKENS = 72
@@ -47,18 +42,6 @@ JUDGED_AT_ONCE = 64
 """Solutions in a batch of the policy, and of a judge."""
 WIDTHS = (1, 2, 4, 8, 16)
 """Proposals a node, in the look at the space."""
-TRAINING: Mapping[str, Any] = {
-    "per_device_train_batch_size": 64,
-    "learning_rate": 5.0e-4,
-    "lr_scheduler_type": "linear",
-    "adam_beta2": 0.95,
-    "weight_decay": 0.01,
-    "max_length": 256,
-    "gradient_checkpointing": False,
-    "use_cpu": True,
-    "bf16": False,
-}
-"""How rows are trained on."""
 Pick = Callable[[Sequence[FoundSolution]], str]
 
 
@@ -75,9 +58,13 @@ class SearchSizes:
         samples: of a problem; as many as the largest budget pays for.
         proposals: of each state on the right way, to look at the space.
         rests: solutions of each state, whose share of right ones is its exact value.
-        row_problems: problems that rows to train on are searched for.
-        row_tokens: budget of each of them.
-        row_steps: optimizer steps on these rows.
+        rounds: of the loop.
+        round_problems: fresh problems of a round.
+        round_tokens: generated for each of them.
+        round_steps: optimizer steps of the policy in a round, and of the value model.
+        held_out: problems that the loop is measured by.
+        held_out_tokens: generated for each of them.
+        round_samples: of a problem in the loop; as many as its tokens pay for.
     """
 
     problems: Positive = 40
@@ -88,42 +75,59 @@ class SearchSizes:
     samples: Positive = 20
     proposals: Positive = 16
     rests: Positive = 16
-    row_problems: Positive = 80
-    row_tokens: Positive = 220
-    row_steps: Positive = 30
+    rounds: Positive = 3
+    round_problems: Positive = 80
+    round_tokens: Positive = 220
+    round_steps: Positive = 30
+    held_out: Positive = 80
+    held_out_tokens: Positive = 440
+    round_samples: Positive = 16
+
+
+@dataclass(frozen=True)
+class SearchModels:
+    """Folders of the policy, the value model and the process reward model."""
+
+    policy: Path
+    value: Path
+    prm: Path
+
+    @classmethod
+    def made_in(cls, pipeline: Path) -> SearchModels:
+        """Return the models that the pipeline's stages left in its folder."""
+        return cls(pipeline / "start" / MODEL, pipeline / "value" / MODEL, pipeline / "prm" / MODEL)
 
 
 class SearchCell:
     """Models and problems of a cell.
 
     Args:
-        models: folder of the pipeline that made the policy and its judges.
+        models: the policy and its judges.
         split: of the problems; ``test`` is held out.
         count: number of problems.
         seed: of the problems, and of all that is sampled.
     """
 
-    def __init__(self, models: Path, split: str, count: int, seed: int) -> None:
-        self.models = models
+    def __init__(self, models: SearchModels, split: str, count: int, seed: int) -> None:
         self.seed = seed
         self.rows = word_problems(count, seed=100 + seed, split=split, template="chat", **TASK).to_list()
-        self.writer = self.writer_of(models / "start" / MODEL)
+        self.writer = self._writer(models.policy)
         tokenizer = self.writer.loaded.tokenizer
         self.questions = [Question(row["prompt"], render_prompt(row["prompt"], tokenizer).ids) for row in self.rows]
         self.reward = AccuracyReward(mode="strict")
         reader = answer_reader(self.reward)
         assert reader is not None  # an AccuracyReward has one
         self.read = reader
-        self.value = StepJudge(self._scores("value"), "last")
-        self.prm = StepJudge(self._scores("prm"), "least")
+        self.value = StepJudge(self._scores(models.value), "last")
+        self.prm = StepJudge(self._scores(models.prm), "least")
 
-    def writer_of(self, model: Path) -> StepWriter:
+    def _writer(self, model: Path) -> StepWriter:
         how = SamplingSettings(batch_size=WRITTEN_AT_ONCE, max_completion_length=MOST_TOKENS, use_cpu=True)
         loaded = load_generator(str(model), how, use_cpu=True, seed=self.seed)
         return StepWriter(loaded, MOST_TOKENS, MOST_OF_A_STEP, seed=self.seed)
 
-    def _scores(self, stage: str) -> TokenClassificationSteps:
-        return TokenClassificationSteps(self.models / stage / MODEL, batch_size=JUDGED_AT_ONCE, device="cpu")
+    def _scores(self, model: Path) -> TokenClassificationSteps:
+        return TokenClassificationSteps(model, batch_size=JUDGED_AT_ONCE, device="cpu")
 
     def vote(self, found: Sequence[FoundSolution]) -> str:
         return voted(found, self.read)
@@ -184,10 +188,14 @@ def measured(
 
 def had_right(cell: SearchCell, found: Sequence[Sequence[FoundSolution]]) -> list[bool]:
     """Return for each problem whether one of its solutions is right."""
+    return [any(own) for own in right_of_each(cell, found)]
+
+
+def right_of_each(cell: SearchCell, found: Sequence[Sequence[FoundSolution]]) -> list[list[bool]]:
+    """Return for each solution of each problem whether it is right."""
     places = [place for place, own in enumerate(found) for _ in own]
-    right = cell.right([one.text for own in found for one in own], places)
-    solved = {place for place, good in zip(places, right, strict=True) if good}
-    return [place in solved for place in range(len(found))]
+    right = iter(cell.right([one.text for own in found for one in own], places))
+    return [[next(right) for _ in own] for own in found]
 
 
 def beams_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
@@ -251,63 +259,3 @@ def judges_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
         values = judge([cell.questions[place] for place, _, _ in asked], [text for _, _, text in asked])
         found[name] = [[depth, v, e] for (_, depth, _), v, e in zip(asked, values, exact, strict=True)]
     return found
-
-
-def rows_measured(arm: str, cell: SearchCell, sizes: SearchSizes, folder: Path) -> dict[str, Any]:
-    """Train the policy on right solutions that samples, or tree search by the value model, found for training problems.
-    Here, and nowhere else, the reward says which are right."""
-    if arm == "rows from search":
-        trees = tree_search(
-            cell.writer, cell.questions, Judging(cell.writer, cell.value), width=sizes.width, tokens=sizes.row_tokens
-        )
-        found = [one.found for one in trees]
-        spent = fmean(one.spent for one in trees)
-    else:
-        found = sampled(cell.writer, cell.questions, sizes.samples)
-        found = [within(own, sizes.row_tokens) for own in found]
-        spent = fmean(own[-1].tokens for own in found)
-    rows = rows_of(cell, found)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json_lines(folder / ROWS, rows)
-    stage = Train(
-        str(cell.models / "start" / MODEL), str(folder / ROWS), cell.seed, {**TRAINING, "max_steps": sizes.row_steps}
-    )
-    stage.run(Workspace(folder, StopRequests(folder)))
-    held_out = word_problems(sizes.row_problems, seed=300 + cell.seed, split="test", template="chat", **TASK)
-    return {
-        "tokens": spent,
-        "solved": fmean(had_right(cell, found)),
-        "rows": len(rows),
-        "before": answers_of(cell.writer, held_out),
-        "after": answers_of(cell.writer_of(folder / MODEL), held_out),
-    }
-
-
-def rows_of(cell: SearchCell, found: Sequence[Sequence[FoundSolution]]) -> list[dict[str, Any]]:
-    """Select the right solutions of each problem that calculate differently, as `grpo-lab rounds` does by default."""
-    samples = []
-    for place, own in enumerate(found):
-        texts = [one.text for one in own]
-        scores = [float(good) for good in cell.right(texts, [place] * len(own))]
-        prompt = cell.rows[place]["prompt"]
-        completions = [in_form_of(prompt, text) for text in texts]
-        samples.append(Sampled(prompt, completions, scores, [len(text) for text in texts], cell.rows[place]))
-    rows, _ = Keep().rows(samples)
-    return [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows]
-
-
-def answers_of(writer: StepWriter, rows: Any) -> dict[str, Any]:
-    """Evaluate a policy: whether its greedy answers are right, and pass@1 of two samples a problem."""
-    how: Any = {"max_new_tokens": MOST_TOKENS, "batch_size": WRITTEN_AT_ONCE, "n_samples": 2, "progress": False}
-    result = evaluate(
-        None,
-        writer.loaded.tokenizer,
-        rows,
-        reward=AccuracyReward(mode="strict"),
-        generate=writer.loaded.generate,
-        context=writer.loaded.context,
-        **how,
-    )
-    greedy = sorted(result.greedy, key=lambda one: one.problem)
-    sampled_right = [one.score == 1 for one in result.outcomes if one.kind == "sampled"]
-    return {"greedy": [one.score == 1 for one in greedy], "pass@1": fmean(sampled_right)}

@@ -1,4 +1,4 @@
-"""Tables and figure of the lab `search`: accuracy over tokens, the space, the judges, and what rows teach."""
+"""Tables and figure of the lab `search`: accuracy over tokens, the space, the judges, and the loop."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from grpo_lab.evaluation.statistics import Interval, accuracy_interval, paired_difference
+from grpo_lab.evaluation.statistics import Interval, accuracy_interval, clustered_interval, paired_difference
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Found, Options
-from grpo_lab.labs.tables import draw, markdown
+from grpo_lab.labs.tables import Lines, draw, markdown
 
 BASELINE = "majority"
 """Method that the others are compared with."""
+LOOP_MEASURES = {"greedy": "greedy", "search": "tree search, value", "majority": "majority"}
+"""What is measured after each round of a loop, and its name in the table."""
 
 
 def report(found: Found, options: Options) -> str:
-    """Write ``table.md`` and ``curves.png``; return the text to print."""
+    """Write ``table.md`` and the figures; return the text to print."""
     records = [record for runs in found.values() for record in runs]
     methods = by_method([record for record in records if "methods" in record])
     parts = []
@@ -25,9 +27,10 @@ def report(found: Found, options: Options) -> str:
     for name, table in (("space", space_table), ("judges", judges_table)):
         if name in found:
             parts.append(markdown(*table([record[name] for record in found[name]])))
-    taught = {arm: [record["rows"] for record in runs] for arm, runs in found.items() if "rows" in runs[0]}
-    if taught:
-        parts.append(markdown(*rows_table(taught)))
+    loops = {arm: [record["loop"] for record in runs] for arm, runs in found.items() if "loop" in runs[0]}
+    if loops:
+        parts.append(markdown(*loop_table(loops)))
+        draw(loop_curves(loops), options.folder / "loop.png", "rounds")
     text = "\n\n".join(parts)
     place = options.folder / "table.md"
     write_whole_text(place, f"{text}\n")
@@ -108,22 +111,50 @@ def judges_table(runs: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
     return ["judge", "steps done", "states", "same side of ½", "if always the commoner side", "mean distance"], rows
 
 
-def rows_table(taught: dict[str, list[Any]]) -> tuple[list[str], list[list[str]]]:
-    """Make the table of one round of expert iteration: rows found, and held-out accuracy before and after."""
-    heads = ["rows", "seeds", "greedy before", "greedy after", "gain, points", "pass@1 before", "after", "solved"]
-    heads += ["rows a seed", "tokens a problem"]
+def loop_table(loops: dict[str, list[Any]]) -> tuple[list[str], list[list[str]]]:
+    """Make the table of the loops: what was measured at the start and after each round; below it, for two loops, the
+    difference of their last rounds. ``loops``: arm → rounds, a seed each."""
+    heads = ["rows from", "rounds", *LOOP_MEASURES.values(), "gain, greedy", "search − majority"]
+    heads += ["value ranks rightly", "solved", "right solutions"]
     rows = []
-    for name, runs in taught.items():
-        before = [bool(one) for run in runs for one in run["before"]["greedy"]]
-        after = [bool(one) for run in runs for one in run["after"]["greedy"]]
-        row = [name, str(len(runs)), shown(accuracy_interval(before)), shown(accuracy_interval(after))]
-        row.append(shown(paired_difference(before, after), points=True))
-        row += [f"{fmean(run[at]['pass@1'] for run in runs):.3f}" for at in ("before", "after")]
-        row += [f"{fmean(run['solved'] for run in runs):.3f}", f"{fmean(run['rows'] for run in runs):.0f}"]
-        rows.append([*row, f"{fmean(run['tokens'] for run in runs):.0f}"])
-    names = [*taught]
-    if len(names) == 2 and len({len(runs) for runs in taught.values()}) == 1:
-        first, second = ([bool(one) for run in taught[name] for one in run["after"]["greedy"]] for name in names)
-        difference = shown(paired_difference(first, second), points=True)
-        rows.append([f"{names[1]} − {names[0]}", "", "", "", difference, *[""] * 5])
+    for arm, runs in loops.items():
+        start = held_out_right(runs, 0, "greedy")
+        for number in range(len(runs[0])):
+            right = {name: held_out_right(runs, number, name) for name in LOOP_MEASURES}
+            row = [arm, str(number), *(shown(accuracy_interval(own)) for own in right.values())]
+            row.append(shown(paired_difference(start, right["greedy"]), points=True))
+            row.append(shown(paired_difference(right["majority"], right["search"]), points=True))
+            shares = [one for run in runs for one in run[number]["ranked"] if one is not None]
+            row.append(shown(clustered_interval(shares, 1)))
+            rows.append([*row, *(mean_of_round(runs, number, name) for name in ("solved", "right_found"))])
+    if len(loops) == 2 and len({len(runs) for runs in loops.values()}) == 1:
+        first, second = loops.values()
+        differences = [
+            shown(paired_difference(held_out_right(first, -1, name), held_out_right(second, -1, name)), points=True)
+            for name in LOOP_MEASURES
+        ]
+        rows.append([" less ".join([*loops][::-1]), "last", *differences, *[""] * 5])
     return heads, rows
+
+
+def held_out_right(runs: Sequence[Any], number: int, name: str) -> list[bool]:
+    """Return whether each held-out problem of all seeds is right after a round."""
+    return [bool(one) for run in runs for one in run[number][name]]
+
+
+def mean_of_round(runs: Sequence[Any], number: int, name: str) -> str:
+    """Write the mean over seeds of what a round found; the start has found nothing."""
+    if number == 0:
+        return ""
+    return f"{fmean(run[number][name] for run in runs):.3g}"
+
+
+def loop_curves(loops: dict[str, list[Any]]) -> dict[str, Lines]:
+    """Return the figure's panels: for each measure and arm (rounds, accuracy), a curve a seed."""
+    panels: dict[str, Lines] = {}
+    for name, title in LOOP_MEASURES.items():
+        panels[title] = {
+            arm: [[(number, fmean(one[name])) for number, one in enumerate(run)] for run in runs]
+            for arm, runs in loops.items()
+        }
+    return panels

@@ -54,23 +54,24 @@ def test_changes_reach_the_sizes_or_the_models(tmp_path: Path) -> None:
 
 
 def test_the_table_by_hand(tmp_path: Path) -> None:
-    """Three problems a seed and two seeds: 2 of 6 right at first, and 4 of 6; a right one was found in 5."""
+    """Three problems a seed and two seeds: 2 of 6 right at first, and 4 of 6; a right one was found in 5. Loops of one
+    round on four problems."""
     samples = method([[True, False, False], [True, True, False]], [True, True, True])
     other = method([[True, False, False], [True, True, False]], [True, True, False])
     beams = method([[True, False, False], [True, True, True]], [True, True, True])
     space = {"2": {"steps": 1.5, "paths": [4, 8], "inside": [True, False]}}
     judges = {"value": [[1, 0.9, 0.75], [1, 0.2, 0.75], [2, 0.4, 0.0]]}
-    rows = {
-        "tokens": 200.0, "solved": 0.5, "rows": 7,
-        "before": {"greedy": [True, False], "pass@1": 0.25}, "after": {"greedy": [True, True], "pass@1": 0.5},
-    }  # fmt: skip
+    start = {"greedy": [1, 0, 0, 0], "search": [1, 0, 0, 0], "majority": [1, 1, 0, 0], "ranked": [0.5, None, 1.0, 0.0]}
+    found_by_it: Any = {"solved": 0.5, "right_found": 7}
+    better = {"greedy": [1, 1, 1, 0], "search": [1, 1, 1, 1], "majority": [1, 0, 0, 0], "ranked": [None, 1.0, 1.0, 1.0]}
+    worse = {"greedy": [0, 0, 0, 0], "search": [1, 0, 0, 0], "majority": [1, 0, 0, 0], "ranked": [None] * 4}
     found: Any = {
         "samples": [{"budgets": [50, 200], "methods": {"majority": one}} for one in (samples, other)],
         "beam search, PRM": [{"budgets": [50, 200], "methods": {"beam search, PRM": beams}}] * 2,
         "space": [{"space": space}],
         "judges": [{"judges": judges}],
-        "rows from samples": [{"rows": rows}],
-        "rows from search": [{"rows": {**rows, "after": {"greedy": [False, True], "pass@1": 0.5}}}],
+        "loop by samples": [{"loop": [start, {**worse, **found_by_it}]}],
+        "loop by search": [{"loop": [start, {**better, **found_by_it}]}],
     }
     text = report(found, options(tmp_path, {}))
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
@@ -85,8 +86,14 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
         ["1", "2", "0.500 [0.095, 0.905]"],
         ["2", "1", "1.000 [0.207, 1.000]"],
     ]
-    assert by_name["rows from search − rows from samples"][4].startswith("-50.0 [")
+    [at_start, after] = [line for line in lines if line[0] == "loop by search"]
+    assert [at_start[1], at_start[2][:5], at_start[5][:4], at_start[7][:5]] == ["0", "0.250", "+0.0", "0.500"]
+    assert [after[1], *(cell[:5] for cell in after[2:5])] == ["1", "0.750", "1.000", "0.250"]
+    assert [after[5][:5], after[6][:5], after[7][:5], *after[8:]] == ["+50.0", "+75.0", "1.000", "0.5", "7"]
+    difference = by_name["loop by search less loop by samples"]
+    assert [cell[:5] for cell in difference[2:5]] == ["+75.0", "+75.0", "+0.0 "]
     assert (tmp_path / "curves.png").is_file()
+    assert (tmp_path / "loop.png").is_file()
 
 
 @pytest.mark.thorough
