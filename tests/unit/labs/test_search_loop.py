@@ -14,7 +14,15 @@ from grpo_lab.data import word_problems
 from grpo_lab.engines.generators import in_form_of
 from grpo_lab.io import write_json_lines
 from grpo_lab.labs.search_cell import TASK, SearchCell, SearchModels, SearchSizes, right_of_each
-from grpo_lab.labs.search_loop import TRAINING, learnt_policy, loop_measured, ranked, solutions_found, value_rows
+from grpo_lab.labs.search_loop import (
+    TRAINING,
+    learnt_policy,
+    learnt_value,
+    loop_measured,
+    ranked,
+    solutions_found,
+    value_rows,
+)
 from grpo_lab.runs.stage import Workspace
 from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.stages.step_search import FoundSolution
@@ -81,8 +89,11 @@ def test_each_round_goes_on_from_the_models_of_the_one_before(models: SearchMode
     cell = SearchCell(after_first, "train", SIZES.round_problems, 2000)
     found = solutions_found("loop by search", cell, SIZES)
     assert all(one.tokens <= SIZES.round_tokens for own in found for one in own)
-    again = learnt_policy(after_first, cell, found, right_of_each(cell, found), SIZES, tmp_path / "again")
-    assert same_weights(again, second / "policy" / "model")
+    right = right_of_each(cell, found)
+    policy = learnt_policy(after_first, cell, found, right, SIZES, tmp_path / "policy")
+    assert same_weights(policy, second / "policy" / "model")
+    value = learnt_value(after_first, cell, found, right, SIZES, tmp_path / "value")
+    assert same_weights(value, second / "value" / "model")
 
 
 def test_with_samples_the_policy_alone_learns(models: SearchModels, tmp_path: Path) -> None:

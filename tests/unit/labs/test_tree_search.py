@@ -116,6 +116,28 @@ def test_visits_values_and_scores_are_those_of_the_formula(seed: int, exploratio
         assert ours["puct"] == theirs["puct"]
 
 
+def test_nine_simulations_on_paper() -> None:
+    """Root → a (P 0.6) or b (P 0.4); a → c, b → d or e (P ½ each), which are ends; c of PUCT is 1.
+
+    Simulation 4: a has 0.5/2 + 0.6·√3/3 = 0.60, b has 0 + 0.4·√3 = 0.69. Simulation 9: d has 0.8 + ½·√5/5 = 1.02, e
+    has ½·√5 = 1.12.
+    """
+    values = {"": 0.5, "a": 0.2, "b": 0.9, "ac": 0.3, "bd": 0.8, "be": 0.1}
+    children = {"": "aaabb", "a": "c", "b": "de"}
+    root = Node()
+    visited = []
+    for _ in range(9):
+        node = select(root, 1.0)
+        state = "".join(map(chr, node.tokens()))
+        visited.append(state)
+        if not node.ended:
+            expand(node, [((ord(step),), bool(state)) for step in children[state]])
+        back_up(node, values[state])
+    assert visited == ["", "a", "ac", "b", "bd", "bd", "bd", "bd", "be"]
+    assert [child.visits for child in root.children] == [2, 6]
+    assert [child.total for child in root.children] == pytest.approx([0.5, 4.2])
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_after_many_simulations_the_most_visited_action_is_the_best(seed: int) -> None:
     tree = KnownTree(seed)
