@@ -187,10 +187,15 @@ def _checked(recipe: Recipe, job: Job) -> str:
 
 
 def _not_built(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that the stand-in is built without; of a recipe with an engine, also its correction."""
+    """Return the settings that the stand-in is built without; of a recipe with an engine, also its correction. Turns
+    stay: with them an environment's scores of turns are a reward."""
+    settings = dict(NOT_BUILT)
+    rollout = recipe.arguments.get("rollout") or {}
+    if rollout.get("turns") is not None:
+        settings["rollout"] = {"turns": rollout["turns"]}
     if recipe.arguments.get("use_vllm"):
-        return {**NOT_BUILT, "correction": None}
-    return NOT_BUILT
+        settings["correction"] = None
+    return settings
 
 
 def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) -> str:

@@ -255,7 +255,7 @@ def check_turns(recipe: Recipe, rollout: RolloutSettings, several: dict[str, Any
     The trainer checks it, too, but only when it is built: after a cold start, and beside its engine.
     """
     budget = None
-    if rollout.thinking_budget is not None:
+    if rollout.thinking_budget is not None and rollout.turns is None:
         budget = "thinking_budget"
     setting = budget or rollout.earlier_policy
     turns = turns_of(recipe.tools, recipe.environment_factory)

@@ -46,8 +46,6 @@ def passed_in_sandbox(program: str, tests: tuple[str, ...]) -> int:
 class Program:
     """The environment: TRL calls ``reset`` with the row's columns, the policy calls ``run``."""
 
-    deterministic = True
-
     def reset(self, tests: str, **_: Any) -> None:
         self._tests = tuple(tests.split("\n"))
         self._program = ""

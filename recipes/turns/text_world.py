@@ -143,22 +143,6 @@ class TextWorld:
         """Return each turn's score: 1 for the key, the door and the goal, -0.1 for a move of which nothing came."""
         return by_call(turns, self._scores)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in plain values."""
-        world = self._world
-        places = [list(place) for place in (world.at, world.key, world.door, world.goal)]
-        return {"places": places, "has_key": world.has_key, "is_open": world.is_open, "scores": list(self._scores)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
-
-        Args:
-            state: What `state_dict` returned.
-        """
-        places = [(column, row) for column, row in state["places"]]
-        self._world = World(*places, has_key=state["has_key"], is_open=state["is_open"])
-        self._scores = list(state["scores"])
-
     def _move(self, move: str) -> str:
         before = self._world
         after = before.after(move)

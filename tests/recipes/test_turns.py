@@ -57,18 +57,6 @@ def test_the_worlds_oracle_walks_to_the_goal_and_no_walk_is_shorter() -> None:
                 assert said == message["content"]
 
 
-def test_a_world_goes_on_from_its_state() -> None:
-    row = text_world.worlds(1)[0]
-    one, other = text_world.TextWorld(), text_world.TextWorld()
-    one.reset(**row)
-    for move in ("east", "take", "north"):
-        getattr(one, move)()
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    for move in text_world.MOVES:
-        assert getattr(one, move)() == getattr(other, move)()
-    assert one.state_dict() == other.state_dict()
-
-
 def test_slips_are_mended_as_the_sandbox_says() -> None:
     rows = program.tasks(6, split="cold_start", slips=1.0)
     for row in rows[:2]:
@@ -78,7 +66,9 @@ def test_slips_are_mended_as_the_sandbox_says() -> None:
         said = [one["content"] for one in row["worked_solution"] if one["role"] == "tool"]
         assert [played.run(**call["arguments"]) for call in calls] == said
         assert said[-1] == "3 of 3"
-        assert played.get_reward() == 1.0
+        resumed = program.Program()
+        resumed.load_state_dict(json.loads(json.dumps(played.state_dict())))
+        assert resumed.get_reward() == played.get_reward() == 1.0
     (given_up,) = program.tasks(1, split="cold_start", slips=1.0, given_up=1.0)
     roles = [message["role"] for message in given_up["worked_solution"]]
     assert roles == ["assistant", "tool", "assistant"]
@@ -110,6 +100,17 @@ def test_calls_are_read_as_they_were_written_and_answers_carry_no_loss() -> None
         tiny_tokenizer(thinking=True, tools=True)
     with pytest.raises(ValueError, match="cannot be one token"):
         tiny_tokenizer(words=["two words"])
+
+
+@pytest.mark.not_fast
+def test_credit_for_turns_and_a_thinking_budget_pass_a_dry_run(tmp_path: Path) -> None:
+    """Both are refused where a completion has one turn."""
+    from grpo_lab.pipelines.dry_run import plan_of_training
+
+    changes: dict[str, Any] = {"advantage": "turn_returns", "rollout.thinking_budget": 4, "output_dir": str(tmp_path)}
+    changes |= {"rollout.budget_text": "</think>", "data.n": 8, "cold_start.data.n": 8, "evaluation.data.n": 4}
+    plan = plan_of_training(read_recipe(RECIPES / "text_world.yaml", changes))
+    assert "the trainer built" in plan["checked"]
 
 
 @pytest.mark.not_fast
