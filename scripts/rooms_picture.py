@@ -58,6 +58,7 @@ FLOORS: tuple[tuple[str, dict[str, str]], ...] = (
             "finite": "where NaN is",
             "visible": "text fit to show",
             "signals": "handlers, put back",
+            "threads": "that never hang the end",
         },
     ),
 )

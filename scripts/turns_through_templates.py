@@ -31,6 +31,7 @@ from trl.chat_template_utils import (
 )
 
 from grpo_lab.turns.dialogue import ChatDialogue, readable
+from grpo_lab.turns.protocols import TurnTokens
 from grpo_lab.turns.template_check import check_template
 from grpo_lab.turns.trajectory import CutAnew, Trajectory, unbroken
 
@@ -143,7 +144,7 @@ class Play:
             seen.append(one.so_far)
             turn = self.turn(asked)
             message = dialogue.parsed(turn, one.so_far, ()).message
-            one = one.with_own(turn, None, 0)
+            one = one.with_own(TurnTokens(turn, None, 0))
             answers = self.answers(message)
             added = dialogue.answers(answers, one.so_far)
             self.counted["turns"] += 1

@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "requirements": set(),
     "commands": set(),
     "signals": set(),
+    "threads": set(),
     "locks": set(),
     "registry": {"settings"},
     "sandbox": {"io"},
@@ -43,11 +44,13 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": BASE | {"io", "reading", "verifiers", "sandbox", "turns"},
     "data": BASE | {"hub", "io", "reading", "verifiers"},
     "curation": BASE | {"finite", "io", "locks", "reading", "verifiers", "visible"},
-    "engines": BASE | {"finite", "io", "requirements", "signals", "verifiers", "sandbox"},
+    "engines": BASE | {"finite", "io", "requirements", "signals", "threads", "verifiers", "sandbox"},
     "diagnostics": BASE | {"verifiers"},
-    "turns": BASE | {"engines", "io", "signals", "sandbox", "visible"},
+    "turns": BASE | {"engines", "io", "signals", "sandbox", "threads", "visible"},
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
-    "trainer": BASE | MIDDLE | {"finite", "io", "reading", "requirements", "signals", "verifiers", "sandbox"},
+    "trainer": BASE
+    | MIDDLE
+    | {"finite", "io", "reading", "requirements", "signals", "threads", "verifiers", "sandbox"},
     "evaluation": UPPER,
     "recipe": UPPER | {"testing"},
     "runs": UPPER | {"evaluation", "recipe"},

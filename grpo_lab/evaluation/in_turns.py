@@ -53,8 +53,8 @@ class RoundsOf:
             left = [asked[key][1] - len(made[key].ids) for key in open_rows]
             limit = min(max(left), self.context - max(map(len, so_far)))
             found = self._generated(so_far, limit)
-            for key, room, one in zip(open_rows, left, found, strict=True):
-                made[key] = joined(made[key], one, room)
+            for key, one in zip(open_rows, found, strict=True):
+                made[key] = made[key].then(TurnTokens(one.ids, one.logprobs, 0)).within(asked[key][1])
             open_rows = [
                 key
                 for key, one in zip(open_rows, found, strict=True)
@@ -67,14 +67,6 @@ class RoundsOf:
         if self.seed is not None:
             self.seed += ROUNDS_APART
         return [one for (one,) in groups]
-
-
-def joined(before: TurnTokens, one: Completion, room: int) -> TurnTokens:
-    """Return a turn with what the generator wrote behind it, cut to ``room`` tokens."""
-    logprobs = None
-    if before.logprobs is not None and one.logprobs is not None:
-        logprobs = [*before.logprobs, *one.logprobs[:room]]
-    return TurnTokens([*before.ids, *one.ids[:room]], logprobs, 0)
 
 
 @dataclass(frozen=True)
@@ -147,7 +139,7 @@ class TurnGenerator:
         engine = RoundsOf(self.generate, temperature, seed, context, self.ends)
         calls = ToolCalls(self.settings, self.dialogue.cut)
         try:
-            calls.check(named(schemas))
+            calls.check(schemas)
             made = TurnLoop(begun, offers, engine, self.dialogue, calls, limits).run()
         finally:
             calls.close()

@@ -32,6 +32,7 @@ from grpo_lab.io import write_json
 from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.models import load_saved_model, loading, refuse_adapter
 from grpo_lab.recipe.sections import DataSection
+from grpo_lab.turns.protocols import TurnTokens
 from grpo_lab.turns.trajectory import Trajectory
 
 #: The tool whose answers stand between two turns.
@@ -190,7 +191,7 @@ def write_transcripts(
         raise ValueError(f"--length {length} leaves {room} tokens a turn after a prompt of {longest}: give more")
     for turn in range(1, turns + 1):
         written = engine.write([one.so_far for one in found], room)
-        found = [one.with_own(ids, told, 0) for one, (ids, told) in zip(found, written, strict=True)]
+        found = [one.with_own(TurnTokens(ids, told, 0)) for one, (ids, told) in zip(found, written, strict=True)]
         if turn < turns:
             for row, one in enumerate(found):
                 closing = []

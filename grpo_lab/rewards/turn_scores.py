@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from grpo_lab.rewards.steps import StepReward, StepScores, TokenIds, mean_score
+from grpo_lab.rewards.steps import StepReward, StepScores, TokenIds
 from grpo_lab.turns.trajectory import Turn
 from grpo_lab.turns.turn_settings import TURNS_COLUMN
 
@@ -24,7 +24,7 @@ Scores = Sequence[float | None]
 
 class TurnRewards(StepReward):
     """A score for each turn of a completion, placed at the turn's last own token, for the rules of turns
-    (``advantage: turn_returns``). In stock TRL, which knows no turns: ``steps_as_outcome(TurnRewards())``, the mean.
+    (``advantage: turn_returns``).
 
     Without ``score`` the environments are asked: ``turn_rewards()``, or ``turn_rewards(turns)``, returns one number a
     turn, ``None`` for a turn that it does not score. An environment without that method scores none. ``LabTrainer``
@@ -49,15 +49,9 @@ class TurnRewards(StepReward):
         turns = turns_of_rows(columns, self.name)
         return self._placed(self._asked(completions, turns, columns), turns)
 
-    def means(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
-    ) -> list[float | None]:
-        if self.score is not None or TURNS_COLUMN in columns:
-            return super().means(prompts, completions, completion_ids=completion_ids, **columns)
-        found = self._asked(completions, [None] * len(completions), columns)
-        return [mean_score(list(enumerate(scores))) for scores in found]
-
-    def _asked(self, completions: Sequence[Any], turns: Sequence[Any], columns: Mapping[str, Any]) -> list[Any]:
+    def _asked(
+        self, completions: Sequence[Any], turns: Sequence[Sequence[Turn]], columns: Mapping[str, Any]
+    ) -> list[Any]:
         """Return what the environments or the function answer for each completion."""
         if self.score is None:
             environments = columns.get("environments")
@@ -90,12 +84,12 @@ class TurnRewards(StepReward):
         return placed
 
 
-def _answer(environment: Any, turns: Sequence[Turn] | None) -> Any:
+def _answer(environment: Any, turns: Sequence[Turn]) -> Any:
     """Ask an environment for the scores of its turns."""
     method = getattr(environment, "turn_rewards", None)
     if method is None:
-        return [None] * len(turns or ())
-    if turns is not None and inspect.signature(method).parameters:
+        return [None] * len(turns)
+    if inspect.signature(method).parameters:
         return method(turns)
     return method()
 
@@ -112,8 +106,7 @@ def turns_of_rows(columns: Mapping[str, Any], who: str) -> list[Sequence[Turn]]:
     found = columns.get(TURNS_COLUMN)
     if found is None or not all(isinstance(turn, Turn) for turns in found for turn in turns):
         raise ValueError(
-            f"{who} reads the turns of completions, and this run does not tell them: set `rollout: {{turns: {{}}}}` "
-            "(LabTrainer; in stock TRL, `steps_as_outcome(TurnRewards())` with environments)"
+            f"{who} reads the turns of completions, and this run does not tell them: set `rollout: {{turns: {{}}}}`"
         )
     return list(found)
 

@@ -30,7 +30,7 @@ THOUGHTS = ("reasoning_content", "thinking")
 
 
 class ChatDialogue:
-    """The dialogue of one tokenizer and chat template (``protocols.Dialogue``).
+    """How messages become tokens and tokens become messages, for one tokenizer and chat template.
 
     Args:
         tokenizer: a fast tokenizer of ``transformers``.
@@ -56,7 +56,8 @@ class ChatDialogue:
         self.name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
 
     def parsed(self, ids: list[int], prefix: list[int], tools: Any) -> ParsedTurn:
-        """Return the message of a turn. A call that was begun and cannot be read is said, not passed over."""
+        """Return the message of a turn's tokens; ``prefix`` are all tokens before it. A call that was begun and cannot
+        be read is said, not passed over. Never raises."""
         if not ids:  # TRL's parser takes no tokens for a batch of no texts
             return ParsedTurn({"role": "assistant", "content": ""})
         try:
@@ -71,8 +72,9 @@ class ChatDialogue:
         return ParsedTurn(message, self._begins_call(text, tools or ()))
 
     def answers(self, messages: Sequence[Mapping[str, Any]], before: Sequence[int]) -> list[int]:
-        """Return the tokens that follow a turn. Raise ``CutAnew`` if the template writes the turn itself differently
-        once tools have answered it."""
+        """Return the tokens that follow a turn: its end if a limit cut it, the tools' messages, and the header of the
+        next turn. ``before`` are all tokens up to there. Raise ``CutAnew`` if the template writes the turn itself
+        differently once tools have answered it."""
         defused = [self._defused(message) for message in messages]
         asked = calling(defused[0].get("name", PROBE))
         alone, joined = self._without_and_with(asked, defused)

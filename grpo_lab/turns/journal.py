@@ -26,7 +26,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from grpo_lab.turns.turn_settings import goes_on, has_state, may_repeat, plain_s
 
 Calls = Sequence[Mapping[str, Any]]
 Tools = Mapping[str, Callable[..., Any]]
-Make = Callable[..., "Future[list[Call]]"]
+Make = Callable[[Calls, Tools], list[Call]]
 Entries = dict[tuple[int, int], dict[str, Any]]
 
 #: What the policy is told of a call that is not made a second time.
@@ -46,7 +45,7 @@ INTERRUPTED = "The call was interrupted. It is not known whether it was carried 
 
 
 class TurnJournal:
-    """The journal of one generation batch on one rank (``protocols.Journal``).
+    """The journal of one generation batch on one rank. The loop knows nothing of it but ``engine`` and ``make``.
 
     Args:
         file: its place. If a journal with the same ``header`` is there, it is gone on with; any other is replaced.
@@ -58,7 +57,7 @@ class TurnJournal:
 
     Raises:
         ValueError: an answer or a state is to be written that is not plain; or a ``deterministic`` environment answers
-            otherwise than before. Futures of ``begin`` raise it.
+            otherwise than before (``make``).
     """
 
     def __init__(
@@ -111,6 +110,7 @@ class TurnJournal:
         self._file.close()
 
     def engine(self, engine: TurnEngine) -> TurnEngine:
+        """Return the engine that the loop asks instead: with the answers that were written down before the kill."""
         if engine.in_rounds:
             return engine
         self._streams = True
@@ -122,7 +122,9 @@ class TurnJournal:
             )
         return RememberingEngine(self, engine)
 
-    def begin(self, key: int, calls: Calls, tools: Tools, make: Make) -> Future[list[Call]]:
+    def make(self, key: int, calls: Calls, tools: Tools, make: Make) -> list[Call]:
+        """Make the calls of a turn of trajectory ``key``, by ``make(calls, tools)`` (``ToolCalls.make``) as far as
+        nothing is known of them. Called from any thread."""
         environment = self.environments.get(key)
         if self._streams and not goes_on(environment):
             return make(calls, tools)
@@ -132,43 +134,33 @@ class TurnJournal:
         if known is not None and as_text(known["calls"]) != as_text(calls):
             self.forget(key, "the policy makes other calls")
             known = None
+        answers: list[Call | None] = [None] * len(calls)
         if known is None:
             self.append(entry)
         elif "answers" in known:
             return self._answered(known, calls, tools, environment, make)
-        answers: list[Call | None] = [None] * len(calls)
-        if known is not None:
+        else:
             answers = [interrupted(Wanted.read(call, tools), environment) for call in calls]
-
-        def write_down(made: list[Call]) -> list[Call]:
-            rest = iter(made)
-            whole = [next(rest) if one is None else one for one in answers]
-            self.append({**entry, "answers": [kept(one) for one in whole], "state": plain_state(environment)})
-            return whole
-
-        return after(
-            make([call for call, answer in zip(calls, answers, strict=True) if answer is None], tools), write_down
-        )
+        rest = iter(make([call for call, answer in zip(calls, answers, strict=True) if answer is None], tools))
+        whole = [next(rest) if one is None else one for one in answers]
+        self.append({**entry, "answers": [kept(one) for one in whole], "state": plain_state(environment)})
+        return whole
 
     def _answered(
         self, known: Mapping[str, Any], calls: Calls, tools: Tools, environment: Any, make: Make
-    ) -> Future[list[Call]]:
+    ) -> list[Call]:
         """Answer a turn's calls as before the kill. An environment without ``state_dict`` is asked once more, so that
         it comes to the same state."""
         before = [Call(**one) for one in known["answers"]]
         again = [call for call in calls if is_rebuilt(Wanted.read(call, tools), environment)]
         names = {Wanted.read(call, tools).name for call in again}
-
-        def give(made: list[Call]) -> list[Call]:
-            rest = iter(made)
-            whole = [next(rest) if one.name in names else one for one in before]
-            if has_state(environment):
-                environment.load_state_dict(known["state"])
-            elif getattr(environment, "deterministic", False):
-                check_same(environment, before, whole)
-            return whole
-
-        return after(make(again, tools), give)
+        rest = iter(make(again, tools))
+        whole = [next(rest) if one.name in names else one for one in before]
+        if has_state(environment):
+            environment.load_state_dict(known["state"])
+        elif getattr(environment, "deterministic", False):
+            check_same(environment, before, whole)
+        return whole
 
     def append(self, entry: Mapping[str, Any]) -> None:
         line = as_text(entry)
@@ -183,8 +175,9 @@ class TurnJournal:
 
     def _drop(self, key: int) -> None:
         for entries in (self.requests, self._calls):
-            for place in [place for place in entries if place[0] == key]:
-                del entries[place]
+            for place in list(entries):  # a copy: other trajectories take theirs out meanwhile
+                if place[0] == key:
+                    del entries[place]
 
 
 class RememberingEngine:
@@ -265,17 +258,3 @@ def kept(call: Call) -> dict[str, Any]:
 
 def as_text(value: Any) -> str:
     return json.dumps(value, default=repr)
-
-
-def after(future: Future[list[Call]], step: Callable[[list[Call]], list[Call]]) -> Future[list[Call]]:
-    """Return the future of ``step`` on the result of ``future``; it also has the errors of both."""
-    then: Future[list[Call]] = Future()
-
-    def done(made: Future[list[Call]]) -> None:
-        try:
-            then.set_result(step(made.result()))
-        except BaseException as failure:
-            then.set_exception(failure)
-
-    future.add_done_callback(done)
-    return then

@@ -16,15 +16,20 @@ TRL's loop.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from grpo_lab.engines.thinking_budget import ThinkingBudget
-from grpo_lab.turns.protocols import Dialogue, Journal, Tools, TurnEngine, TurnTokens
+from grpo_lab.threads import in_thread
+from grpo_lab.turns.dialogue import ChatDialogue
+from grpo_lab.turns.journal import TurnJournal
+from grpo_lab.turns.protocols import TurnEngine, TurnTokens
+from grpo_lab.turns.thinking import BudgetedTurns
+from grpo_lab.turns.tools import ToolCalls
 from grpo_lab.turns.trajectory import Call, Trajectory
 from grpo_lab.turns.turn_settings import TurnSettings
 
@@ -74,34 +79,6 @@ class Offer:
     schemas: Any = None
 
 
-@dataclass(frozen=True)
-class OwnTokens:
-    """The tokens of a turn as far as it is written. ``mask`` is 0 where a thinking budget inserted them."""
-
-    ids: tuple[int, ...] = ()
-    mask: tuple[int, ...] = ()
-    logprobs: tuple[float | None, ...] | None = ()
-    version: int | None = None
-
-    def then(self, made: TurnTokens, room: int) -> OwnTokens:
-        """Return the turn with what the engine wrote, cut to ``room`` tokens. Its version is that of its first."""
-        logprobs = None
-        if self.logprobs is not None and made.logprobs is not None:
-            logprobs = (*self.logprobs, *made.logprobs[:room])
-        own = made.ids[:room]
-        version = self.version
-        if version is None:
-            version = made.version
-        return OwnTokens((*self.ids, *own), (*self.mask, *[1] * len(own)), logprobs, version)
-
-    def inserted(self, ids: Sequence[int]) -> OwnTokens:
-        """Return the turn with tokens that the policy did not write."""
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = (*self.logprobs, *[math.nan] * len(ids))
-        return replace(self, ids=(*self.ids, *ids), mask=(*self.mask, *[0] * len(ids)), logprobs=logprobs)
-
-
 class TurnLoop:
     """The trajectories of one batch, on their way.
 
@@ -118,27 +95,27 @@ class TurnLoop:
         trajectories: list[Trajectory],
         offers: Sequence[Offer],
         engine: TurnEngine,
-        dialogue: Dialogue,
-        tools: Tools,
+        dialogue: ChatDialogue,
+        tools: ToolCalls,
         limits: LoopLimits,
         thinking: ThinkingBudget | None = None,
-        journal: Journal | None = None,
+        journal: TurnJournal | None = None,
     ) -> None:
         self.trajectories = trajectories
         self.offers = offers
         self.engine = engine
         if journal is not None:
-            self.engine = journal.engine(engine)
+            self.engine = journal.engine(self.engine)
+        if thinking is not None:
+            self.engine = BudgetedTurns(self.engine, thinking)
         self.dialogue = dialogue
         self.tools = tools
         self.limits = limits
-        self.thinking = thinking
         self.journal = journal
         self._waiting = deque(key for key, one in enumerate(trajectories) if one.ended is None)
         self._ready = set[int]()
         self._at_engine = set[int]()
         self._at_tools: dict[int, Future[list[Call]]] = {}
-        self._written: dict[int, OwnTokens] = {}
 
     def run(self) -> list[Trajectory]:
         """Go on until every trajectory has ended. An error is raised once the tools at work have answered."""
@@ -182,13 +159,12 @@ class TurnLoop:
         for key in sorted(self._ready):
             self._ready.remove(key)
             one = self.trajectories[key]
-            written = self._written.setdefault(key, self._first_words(one))
-            room = self._room(one, written)
+            room = self.limits.room(one)
             if room == 0 and not self.engine.in_rounds:
-                self._end_turn(key, self._written.pop(key))
+                self._end(key, one, "completion")
                 continue
             self._at_engine.add(key)
-            self.engine.submit(key, [*one.so_far, *written.ids], room)
+            self.engine.submit(key, one.so_far, room)
 
     def _hear_engine(self) -> None:
         """Take the turns that are written."""
@@ -199,51 +175,16 @@ class TurnLoop:
             look = SHORT_LOOK
         for key, made in self.engine.collect(look):
             self._at_engine.remove(key)
-            one = self.trajectories[key]
-            before = self._written.pop(key)
-            written = before.then(made, self._room(one, before))
-            after_thinking = self._after_thinking(one, before, written)
-            if after_thinking is None:
-                self._end_turn(key, written)
-            else:
-                self._written[key] = after_thinking
-                self._ready.add(key)
+            self._end_turn(key, made.within(self.limits.room(self.trajectories[key])))
 
-    def _keeps_budget(self, one: Trajectory) -> bool:
-        """Return whether this turn's thinking has a budget: there is room for it, for what ends it, and an answer."""
-        if self.thinking is None or not self.thinking.thinks(one.so_far):
-            return False
-        return self.limits.room(one) > self.thinking.budget + len(self.thinking.stop_ids)
-
-    def _first_words(self, one: Trajectory) -> OwnTokens:
-        """Return what a turn begins with: nothing, or the end of thinking if its budget is 0."""
-        if self.thinking is not None and self.thinking.budget == 0 and self._keeps_budget(one):
-            return OwnTokens().inserted(self.thinking.stop_ids)
-        return OwnTokens()
-
-    def _room(self, one: Trajectory, written: OwnTokens) -> int:
-        """Return how many tokens the next request may have."""
-        if self.thinking is not None and not written.ids and self._keeps_budget(one):
-            return self.thinking.budget
-        return self.limits.room(one) - len(written.ids)
-
-    def _after_thinking(self, one: Trajectory, before: OwnTokens, written: OwnTokens) -> OwnTokens | None:
-        """Return the turn that goes on once its budget of thinking is used up; None if it has ended."""
-        budget = self.thinking
-        if budget is None or before.ids or not self._keeps_budget(one) or budget.is_finished(written.ids):
-            return None
-        if budget.must_cut(one.so_far, written.ids):
-            return written.inserted(budget.stop_ids)
-        return written
-
-    def _end_turn(self, key: int, written: OwnTokens) -> None:
+    def _end_turn(self, key: int, written: TurnTokens) -> None:
         """Add a turn to its trajectory; then call its tools, or end."""
         before = self.trajectories[key]
-        if not written.ids or written.version is None:
+        if not written.ids:
             self._end(key, before, "completion")
             return
-        one = before.with_own(written.ids, written.logprobs, written.version, written.mask)
-        parsed = self.dialogue.parsed(list(written.ids), before.so_far, self.offers[key].schemas)
+        one = before.with_own(written)
+        parsed = self.dialogue.parsed(written.ids, before.so_far, self.offers[key].schemas)
         unreadable = parsed.unparsable
         cut = self._cut(before, written)
         last = one.turns[-1]
@@ -256,7 +197,7 @@ class TurnLoop:
         if answered and len(one.turns) >= self.limits.max_turns:
             self._end(key, one, "turns")
         elif calls:
-            self._at_tools[key] = self._called(key, calls)
+            self._call(key, calls)
         elif answered:
             self._answer(key, [Call("unknown", None, UNREADABLE, failure="unparsable", tries=0)])
         elif cut is not None:
@@ -266,7 +207,7 @@ class TurnLoop:
         else:
             self._end(key, one, "answered")
 
-    def _cut(self, before: Trajectory, written: OwnTokens) -> str | None:
+    def _cut(self, before: Trajectory, written: TurnTokens) -> str | None:
         """Return the limit that cut a turn: ``completion`` (the context, too) or ``turn_tokens``; None if none did."""
         if written.ids[-1] in self.limits.ends:
             return None
@@ -277,11 +218,12 @@ class TurnLoop:
             return "turn_tokens"
         return None
 
-    def _called(self, key: int, calls: Sequence[Mapping[str, Any]]) -> Future[list[Call]]:
-        offered = self.offers[key].tools
-        if self.journal is None:
-            return self.tools.begin(calls, offered)
-        return self.journal.begin(key, calls, offered, self.tools.begin)
+    def _call(self, key: int, calls: Sequence[Mapping[str, Any]]) -> None:
+        """Begin a turn's calls, in a thread of their own."""
+        work = partial(self.tools.make, calls, self.offers[key].tools)
+        if self.journal is not None:
+            work = partial(self.journal.make, key, calls, self.offers[key].tools, self.tools.make)
+        self._at_tools[key] = in_thread(work, "turns: calls")
 
     def _answer(self, key: int, calls: Sequence[Call]) -> None:
         """Put the answers of a turn's calls behind it, if there is room for them."""

@@ -121,7 +121,7 @@ def address_of(tool: Callable[..., Any]) -> str:
     elif module == "__main__":
         why = "is defined in the script, which would run once more there"
     raise ValueError(
-        f"The tool {name} is to run in a process (@in_process or `rollout.turns.processes`), but {why}. A tool in a "
+        f"The tool {name} is to run in a process (@in_process), but {why}. A tool in a "
         "process is a function of a module."
     )
 

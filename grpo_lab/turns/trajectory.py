@@ -13,12 +13,13 @@ the next one. Each turn notes a checksum of the tokens before it, and ``unbroken
 
 from __future__ import annotations
 
-import math
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from grpo_lab.turns.protocols import TurnTokens
 
 
 class CutAnew(ValueError):
@@ -94,7 +95,7 @@ class Trajectory:
     prompt: list[int]
     ids: list[int]
     mask: list[int]
-    logprobs: list[float | None] | None
+    logprobs: Sequence[float | None] | None
     messages: list[dict[str, Any]]
     turns: tuple[Turn, ...] = ()
     ended: str | None = None
@@ -109,38 +110,30 @@ class Trajectory:
         """Tokens that the engine goes on from: the prompt and the completion."""
         return [*self.prompt, *self.ids]
 
-    def with_own(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float | None] | None,
-        version: int,
-        mask: Sequence[int] | None = None,
-    ) -> Trajectory:
-        """Return the trajectory with one more turn of the policy, whose message and calls are not there yet. ``mask``
-        is 0 for tokens that a thinking budget inserted; ``None``: the policy wrote all of them."""
-        written = [1] * len(ids)
-        if mask is not None:
-            written = list(mask)
+    def with_own(self, made: TurnTokens) -> Trajectory:
+        """Return the trajectory with one more turn of the policy, whose message and calls are not there yet."""
         first = len(self.ids)
-        scored: list[float | None] | None = None
-        if self.logprobs is not None and logprobs is not None:
-            scored = [*self.logprobs, *logprobs]
-        seen = checksum(self.so_far)
-        turn = Turn(first, first + len(ids), version, inserted=written.count(0), seen=seen)
-        return replace(
-            self,
-            ids=[*self.ids, *ids],
-            mask=[*self.mask, *written],
-            logprobs=scored,
-            turns=(*self.turns, turn),
+        turn = Turn(
+            first,
+            first + len(made.ids),
+            made.version,
+            inserted=made.written.count(0),
+            seen=checksum(self.so_far),
         )
+        return replace(self._longer(made), turns=(*self.turns, turn))
 
     def with_foreign(self, ids: Sequence[int]) -> Trajectory:
         """Return the trajectory with tokens that the policy did not write (tool answers)."""
-        scored = self.logprobs
-        if scored is not None:
-            scored = [*scored, *[math.nan] * len(ids)]
-        return replace(self, ids=[*self.ids, *ids], mask=[*self.mask, *[0] * len(ids)], logprobs=scored)
+        return self._longer(TurnTokens.foreign(ids))
+
+    def _longer(self, more: TurnTokens) -> Trajectory:
+        whole = TurnTokens(self.ids, self.logprobs, more.version, self.mask).then(more)
+        return replace(self, ids=whole.ids, mask=whole.written, logprobs=whole.logprobs)
+
+
+def calls_of(turns: Iterable[Turn]) -> list[Call]:
+    """Return the calls of some turns."""
+    return [call for turn in turns for call in turn.calls]
 
 
 def checksum(ids: Sequence[int], begun: int = 0) -> int:

@@ -17,7 +17,7 @@ An environment is TRL's (``reset``, public methods as tools, ``get_reward``). Wh
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from grpo_lab.settings import NULL_IS_DEFAULT, Count, Positive, Seconds, settings
@@ -42,7 +42,6 @@ class TurnSettings:
         tool_seconds: seconds after which a call is given up. A tool in a process is killed then; one in a thread
             cannot be, and is left alone.
         retries: how often a call that raised or was given up is made again, if the tool says that it may be repeated.
-        processes: names of tools that run in a process of their own.
         threads: how many calls of sync tools run at the same time; 1 for tools that share what is not safe in threads.
         max_concurrent: how many trajectories are on their way at the same time; ``None``: all of the batch.
         unparsable: what a turn with a call that cannot be read does: ``end`` the trajectory, or ``answer`` the policy
@@ -57,7 +56,6 @@ class TurnSettings:
     tool_tokens: Positive | None = None
     tool_seconds: Annotated[Seconds, NULL_IS_DEFAULT] = 60.0
     retries: Annotated[Count, NULL_IS_DEFAULT] = 0
-    processes: tuple[str, ...] = ()
     threads: Annotated[Positive, NULL_IS_DEFAULT] = 32
     max_concurrent: Positive | None = None
     unparsable: Literal["end", "answer"] = "end"
@@ -84,9 +82,9 @@ def may_repeat(tool: Callable[..., Any]) -> bool:
     return bool(getattr(tool, "repeatable", False) or getattr(owner, "repeatable", False))
 
 
-def runs_in_process(tool: Callable[..., Any], names: Collection[str] = ()) -> bool:
-    """Return whether the tool runs in a process: marked, or one of ``names`` (``rollout.turns.processes``)."""
-    return bool(getattr(tool, "in_process", False)) or getattr(tool, "__name__", "") in names
+def runs_in_process(tool: Callable[..., Any]) -> bool:
+    """Return whether the tool runs in a process."""
+    return bool(getattr(tool, "in_process", False))
 
 
 def has_state(environment: Any) -> bool:

@@ -246,6 +246,12 @@ class Counter:
         return (self.total % 5) / 4.0
 
 
+class Silent(Counter):
+    """An environment without a reward."""
+
+    get_reward = None  # type: ignore[assignment]
+
+
 def in_environment(models: Models) -> dict[str, Any]:
     return {
         "environment_factory": Counter,

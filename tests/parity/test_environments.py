@@ -12,15 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, R1ZeroTrainer
 from grpo_lab.rewards import TurnRewards, group_reward
 from grpo_lab.trainer.trl_bridge import OFFERED
-from parity.drop_in_cases import CallsATool, Counter, chats
+from parity.drop_in_cases import CallsATool, Counter, Silent, chats
 from parity.harness import arguments
-
-
-class Silent(Counter):
-    """An environment without a reward."""
-
-    get_reward = None  # type: ignore[assignment]
-
 
 MADE: list[Counter] = []
 

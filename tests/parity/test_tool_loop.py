@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
-from parity.drop_in_cases import Counter, chats, multiply
+from parity.drop_in_cases import Counter, Silent, chats, multiply
 from parity.harness import Run, arguments, assert_same_movement
 
 BUDGET, RATE = 600, 50.0
@@ -87,12 +87,6 @@ def tool_run(kind: str, models: dict[str, Path], folder: Path, **changes: Any) -
     return Run([], [], dict(model.state_dict()), start, trainer.state.log_history, trainer), script
 
 
-class Silent(Counter):
-    """An environment whose reward is a function beside it."""
-
-    get_reward = None  # type: ignore[assignment]
-
-
 def policys(row: tuple[list[int], list[int]], turns: list[tuple[list[int], list[int]]]) -> list[bool]:
     """Which tokens of the completion some turn of this conversation made."""
     prompt, completion = row
@@ -110,16 +104,27 @@ def by_hand(script: Script, folder: Path, start: dict[str, torch.Tensor]) -> Run
     rewards = torch.tensor(script.rewards, dtype=torch.float64).view(-1, 4)
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
     for row, advantage in zip(script.rows, advantages, strict=True):
-        ids = torch.tensor([row[0] + row[1]])
-        logps = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
         mask = torch.tensor(policys(row, script.turns))
-        loss = -advantage * logps[len(row[0]) - 1 :][mask].sum() / BUDGET / len(script.rows)
+        loss = -advantage * log_probs(model, row)[mask].sum() / BUDGET / len(script.rows)
         loss.backward()
+    return stepped(model, start)
+
+
+def log_probs(model: Any, row: tuple[list[int], list[int]]) -> torch.Tensor:
+    """Of the tokens of a row's completion."""
+    prompt, completion = row
+    ids = torch.tensor([prompt + completion])
+    logps = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    return logps[len(prompt) - 1 :]  # type: ignore[no-any-return]
+
+
+def stepped(model: Any, start: dict[str, torch.Tensor]) -> Run:
+    """``start`` after one SGD step by the gradients of ``model``."""
     grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     weights = {name: value.double() - RATE * grads[name] if name in grads else value for name, value in start.items()}
     if "lm_head.weight" in weights:  # tied to the embedding, which the optimizer moves once
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    return Run([], [], weights, start, [], None)
+    return Run([], [], weights, start, [{"step": 1}], None)
 
 
 @pytest.mark.not_fast
@@ -168,9 +173,12 @@ def test_trajectories_are_those_of_trls_loop(kind: str, models: dict[str, Path],
 
 
 @pytest.mark.not_fast
-def test_an_environment_of_this_process_cannot_run_in_another(models: dict[str, Path], tmp_path: Path) -> None:
-    turns = {"processes": ["multiply"]}
+def test_an_environment_of_this_process_cannot_run_in_another(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counter.multiply, "in_process", True, raising=False)
     with pytest.raises(ValueError, match=r"Counter.multiply is to run in a process .* a method of"):
-        tool_run("environment", models, tmp_path, rollout={"turns": turns})
-    _, script = tool_run("tools", models, tmp_path, rollout={"turns": turns})
+        tool_run("environment", models, tmp_path, rollout={"turns": {}})
+    monkeypatch.setattr(multiply, "in_process", True, raising=False)
+    _, script = tool_run("tools", models, tmp_path, rollout={"turns": {}})
     assert [one["content"] for one in script.messages[5] if one["role"] == "tool"] == ["10", "15"]

@@ -252,13 +252,34 @@ def test_first_turns_of_a_rollout_function(models: dict[str, Path], tmp_path: Pa
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
+@pytest.mark.not_fast
+@pytest.mark.parametrize("budget", [4, 0])
+def test_turns_of_a_teams_own_method_keep_a_thinking_budget(
+    budget: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """What stands behind the inserted text was drawn behind it, in first turns too."""
+    args = config(tmp_path, {"thinking_budget": budget, "budget_text": "So:</think>"})
+    found, script = scripted(models, tmp_path, args)
+    stop = found.processing_class("So:</think>", add_special_tokens=False)["input_ids"]
+    for one in found.parts.trajectories.made:
+        for turn in one.turns:
+            cut = turn.first + budget
+            behind = cut + len(stop)
+            assert one.ids[cut:behind] == stop
+            assert one.mask[turn.first : turn.end] == [1] * budget + [0] * len(stop) + [1] * (turn.end - behind)
+            assert (one.prompt + one.ids[:behind], one.ids[behind : turn.end]) in script.turns
+
+
 def children(pid: int) -> set[int]:
     return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 @pytest.mark.thorough
-def test_no_process_of_a_tool_outlives_the_training(models: dict[str, Path], tmp_path: Path) -> None:
+def test_no_process_of_a_tool_outlives_the_training(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An evaluation after it has tools again."""
+    monkeypatch.setattr(multiply, "in_process", True, raising=False)
     before = children(os.getpid())
     during: set[int] = set()
 
@@ -266,7 +287,7 @@ def test_no_process_of_a_tool_outlives_the_training(models: dict[str, Path], tmp
         during.update(children(os.getpid()) - before)
         return [float(len(messages)) for messages in completions]
 
-    args = config(tmp_path, {"turns": {"processes": ["multiply"], "threads": 1}}, per_device_eval_batch_size=4)
+    args = config(tmp_path, {"turns": {"threads": 1}}, per_device_eval_batch_size=4)
     found, _ = scripted(models, tmp_path, args, reward_funcs=reward, eval_dataset=chats(2))
     assert during
     deadline = time.monotonic() + 10

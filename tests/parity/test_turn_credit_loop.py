@@ -3,6 +3,7 @@ float64 step by hand. Only the sampler's words are scripted; which tokens a turn
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import turn_oracle
 from grpo_lab import LabConfig
 from grpo_lab.rewards.turn_scores import by_call
-from parity.drop_in_cases import Counter, chats
+from parity.drop_in_cases import Counter, Silent, chats
 from parity.harness import Run, arguments, assert_same_movement, movement_difference
-from parity.test_tool_loop import BUDGET, RATE, Script, Scripted, Silent
+from parity.test_tool_loop import BUDGET, RATE, Script, Scripted, log_probs, stepped
 
 Scores = turn_oracle.Scores
 
@@ -37,16 +38,8 @@ class Now(Silent):
         self.scores: Scores = []
         return super().reset(number, **row)
 
+    @functools.wraps(Counter.multiply)
     def multiply(self, a: int, b: int) -> str:
-        """Adds the product to the total.
-
-        Args:
-            a: first factor
-            b: second factor
-
-        Returns:
-            The total.
-        """
         self.scores.append(1.0 if (a + b) % 2 else None)
         return super().multiply(a, b)
 
@@ -57,16 +50,8 @@ class Now(Silent):
 class Fails(Silent):
     """Raises at every second call."""
 
+    @functools.wraps(Counter.multiply)
     def multiply(self, a: int, b: int) -> str:
-        """Adds the product to the total.
-
-        Args:
-            a: first factor
-            b: second factor
-
-        Returns:
-            The total.
-        """
         if b % 2:
             raise ValueError("no odd numbers")
         return super().multiply(a, b)
@@ -112,15 +97,10 @@ def step_by_hand(script: Script, rule: dict[str, Any], folder: Path, start: dict
     credited = turn_oracle.credited(rule, scores, script.rewards)  # type: ignore[arg-type]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     for row, of_turns in zip(script.rows, credited, strict=True):
-        ids = torch.tensor([row[0] + row[1]])
-        logps = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)[len(row[0]) - 1 :]
+        logps = log_probs(model, row)
         for value, tokens in zip(of_turns, turns_by_hand(row, script.turns), strict=True):
             (-value * logps[list(tokens)].sum() / BUDGET / len(script.rows)).backward(retain_graph=True)
-    grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    weights = {name: value.double() - RATE * grads[name] if name in grads else value for name, value in start.items()}
-    if "lm_head.weight" in weights:  # tied to the embedding, which the optimizer moves once
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    return Run([], [], weights, start, [{"step": 1}], None), sum(any(of_turns) for of_turns in credited)
+    return stepped(model, start), sum(any(of_turns) for of_turns in credited)
 
 
 @pytest.mark.not_fast

@@ -19,20 +19,22 @@ import json
 import math
 import re
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.token import VARIABLE, token_of
+from grpo_lab.threads import in_thread
 
 CONNECT_TIMEOUT = 10.0
+#: Name of the threads in which requests run.
+REQUEST = "grpo_lab request"
 
 
 class ServerGone(ConnectionError):
@@ -270,20 +272,6 @@ def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
     return " ".join(_COUNTED.findall(page.decode(errors="replace"))), "it answers, and counts no token"
 
 
-def in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """Start `call` in a thread that does not keep the process alive; return the future of its result or exception."""
-    answer: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as failure:
-            answer.set_exception(failure)
-
-    threading.Thread(target=run, name="grpo_lab request", daemon=True).start()
-    return answer
-
-
 class Watch:
     """Watches a server over a second connection while requests wait for it.
 
@@ -328,7 +316,7 @@ class Watch:
 def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
     """Return the result of `call`, a request to a server, or raise its exception. Raises ServerGone if the server shows
     no sign of work for `silence` seconds; `call` then goes on in its thread, and its result is dropped."""
-    answer = in_thread(call)
+    answer = in_thread(call, REQUEST)
     watch = Watch(base_url, silence, what, token)
     while not wait([answer], watch.every).done:
         try:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
 
-from grpo_lab.engines.vllm.talk import in_thread
+from grpo_lab.engines.vllm.talk import REQUEST
+from grpo_lab.threads import in_thread
 
 #: Seconds of one wait of the main thread. It handles signals between two waits.
 LOOK = 5.0
@@ -32,7 +33,7 @@ class BackgroundRequest:
         self.waited = 0.0
         self.taken = False
         self._prompts = prompts
-        self._answer = in_thread(ask)
+        self._answer = in_thread(ask, REQUEST)
 
     def wait(self) -> None:
         """Wait until the server has answered."""

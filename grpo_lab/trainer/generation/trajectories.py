@@ -36,7 +36,7 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.generation.all_ranks import on_main, raise_of_any
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.generation.trl_engine import SyncProof
-from grpo_lab.trainer.generation.turn_engines import ColocatedTurns, RoundTurns, ServerTurns, turn_client
+from grpo_lab.trainer.generation.turn_engines import ColocatedTurns, RoundTurns, ServerTurns, turn_client, turns_of_trl
 from grpo_lab.trainer.generation.turns import Turns
 from grpo_lab.trainer.resume.turn_journals import TurnJournals
 from grpo_lab.trainer.settings.parse import RolloutSettings
@@ -44,10 +44,10 @@ from grpo_lab.trainer.trl_bridge import replaced
 from grpo_lab.turns.dialogue import ChatDialogue
 from grpo_lab.turns.journal import TurnJournal
 from grpo_lab.turns.loop import LoopLimits, Offer, TurnLoop
-from grpo_lab.turns.protocols import TurnEngine, TurnTokens
+from grpo_lab.turns.protocols import TurnEngine
 from grpo_lab.turns.template_check import check_template
 from grpo_lab.turns.tools import ToolCalls
-from grpo_lab.turns.trajectory import Trajectory, unbroken
+from grpo_lab.turns.trajectory import Trajectory, calls_of, unbroken
 from grpo_lab.turns.turn_settings import TURNS_COLUMN
 
 logger = logging.getLogger("grpo_lab")
@@ -81,7 +81,7 @@ class Trajectories:
             found = ", ".join(differences)
             logger.info(f"turns go on from what was written; the template of {self.dialogue.name} alone {found}")
         self.tools = ToolCalls(settings.turns, self.dialogue.cut)
-        self.tools.check({tool.__name__: tool for tool in trainer.tools})
+        self.tools.check(trainer.tools)
         self.limits = self._limits()
         self.thinking = self._thinking()
 
@@ -223,7 +223,7 @@ class Trajectories:
             unbroken(one.turns, one.prompt, one.ids, self.dialogue.name)
         if self.trainer.environments:
             trl_bridge.not_used_again(self.trainer, [row for row, one in enumerate(made) if gave_up(one)])
-        calls = [call for one in made for turn in one.turns for call in turn.calls]
+        calls = [call for one in made for call in calls_of(one.turns)]
         scored = None
         if all(one.logprobs is not None for one in made):
             scored = [list(one.logprobs) for one in made]
@@ -242,11 +242,9 @@ class Trajectories:
         self._begins = False
         self.made = [Trajectory.begin(ids) for ids in prompt_ids]
         self._journal = self.journals.open(prompt_ids)
-        scored = logprobs or [None] * len(self.made)
-        first = {
-            key: TurnTokens(list(ids), None if own is None else list(own), self._version)
-            for key, (ids, own) in enumerate(zip(completion_ids, scored, strict=True))
-        }
+        first = dict(enumerate(turns_of_trl(completion_ids, logprobs, self._version)))
+        if self.thinking is not None and self.thinking.budget == 0:
+            first = {}  # TRL's begin with thinking
         turns = Turns(self.trainer, self.made[0].prompt)
         with self._proof.paused():  # the first turn was proven; of later ones, some ranks may have none
             self._run(RoundTurns(turns, first, self._version))
@@ -280,8 +278,7 @@ class Trajectories:
 
 def gave_up(one: Trajectory) -> bool:
     """Return whether a call of the trajectory was given up, or may have been before it was made again."""
-    calls = [call for turn in one.turns for call in turn.calls]
-    return any(call.failure == "timed_out" or call.tries > 1 for call in calls)
+    return any(call.failure == "timed_out" or call.tries > 1 for call in calls_of(one.turns))
 
 
 def dialogue_of(trainer: GRPOTrainer) -> ChatDialogue:

@@ -14,7 +14,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -24,9 +24,11 @@ import requests
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
+from grpo_lab.engines.generators import of_engine
 from grpo_lab.engines.grouping import EngineFault, check_logprobs
 from grpo_lab.engines.vllm import talk
 from grpo_lab.engines.vllm.token import token_of
+from grpo_lab.threads import in_thread
 from grpo_lab.trainer.generation.all_ranks import from_main
 from grpo_lab.trainer.generation.rollout_ports import EnginePort
 from grpo_lab.trainer.generation.server_across_ranks import NOTHING
@@ -92,12 +94,11 @@ class ColocatedTurns:
             if self.llm.on_fault is None:
                 raise
             self.llm.on_fault(fault)
-        (completion,) = output.outputs
-        ids = list(completion.token_ids)
-        if completion.logprobs is None:
-            return TurnTokens(ids, None, self.version)
-        values = [entries[token].logprob for token, entries in zip(ids, completion.logprobs, strict=True)]
-        return TurnTokens(ids, [None if math.isnan(value) else value for value in values], self.version)
+        made = of_engine(output.outputs[0])
+        logprobs: list[float | None] | None = None
+        if made.logprobs is not None:
+            logprobs = [None if math.isnan(value) else value for value in made.logprobs]
+        return TurnTokens(made.ids, logprobs, self.version)
 
 
 class TurnClient(LabVLLMClient):
@@ -179,7 +180,7 @@ class ServerTurns:
         while self._coming and len(self._asked) < AT_ONCE:
             asked = self._coming.popleft()
             _, ids, room = asked
-            self._asked[talk.in_thread(functools.partial(self.client.turn, ids, room))] = asked
+            self._asked[in_thread(functools.partial(self.client.turn, ids, room), talk.REQUEST)] = asked
 
     def collect(self, wait: float) -> list[tuple[int, TurnTokens]]:
         answered = futures.wait(self._asked, wait, futures.FIRST_COMPLETED).done
@@ -220,16 +221,18 @@ class RoundTurns:
 
     def collect(self, wait: float) -> list[tuple[int, TurnTokens]]:
         made = {key: self._first.pop(key) for key in self._asked if key in self._first}
-        drawn = {key: ids for key, ids in self._asked.items() if key not in made}
+        drawn = {key: ids for key, ids in sorted(self._asked.items()) if key not in made}
         self._asked = {}
         if drawn:
             ids, logprobs = self.turns.ask(list(drawn.values()), None, {}, num_generations=1, has_tool_images=False)
-            for row, key in enumerate(drawn):
-                scored = None
-                if logprobs is not None:
-                    scored = list(logprobs[row])
-                made[key] = TurnTokens(list(ids[row]), scored, self.version)
+            made |= zip(drawn, turns_of_trl(ids, logprobs, self.version), strict=True)
         return sorted(made.items())
+
+
+def turns_of_trl(ids: Sequence[Sequence[int]], logprobs: Any, version: int) -> list[TurnTokens]:
+    """Return turns that TRL's own call has made; ``logprobs``: of each, or None."""
+    scored = logprobs or [None] * len(ids)
+    return [TurnTokens(list(own), told and list(told), version) for own, told in zip(ids, scored, strict=True)]
 
 
 class KeepsSampling:

@@ -20,7 +20,7 @@ from grpo_lab.batch import RewardTable
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.metrics.metric_names import COUNTED_TURNS, ENDS_OF_TRAJECTORIES
 from grpo_lab.trainer.ranks import named_place
-from grpo_lab.turns.trajectory import Call, Turn
+from grpo_lab.turns.trajectory import Call, Turn, calls_of
 from grpo_lab.turns.turn_settings import TURNS_COLUMN
 
 Turns = Sequence[Turn]
@@ -85,10 +85,6 @@ def scores_of(table: RewardTable, rows: slice, made: Sequence[Turns]) -> dict[tu
             if not math.isnan(score):
                 found[place] = found.get(place, 0.0) + weight * score
     return found
-
-
-def calls_of(turns: Iterable[Turn]) -> list[Call]:
-    return [call for turn in turns for call in turn.calls]
 
 
 def failures(calls: Iterable[Call]) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_lab.recipe.build import build_reward
 from grpo_lab.recipe.sections import RewardSection
-from grpo_lab.rewards import TurnLimits, TurnRewards, steps_as_outcome
+from grpo_lab.rewards import TurnLimits, TurnRewards
 from grpo_lab.rewards.turn_scores import by_call, of_environments
 from grpo_lab.turns.trajectory import Call, Turn
 
@@ -92,12 +92,6 @@ def test_other_answers_are_refused(environments: Any, words: str) -> None:
 def test_a_run_without_turns_is_told_the_setting(reward: Any, turns: Any) -> None:
     with pytest.raises(ValueError, match=r"rollout: \{turns: \{\}\}"):
         call(reward, **turns, environments=[Scores(), Scores()])
-
-
-def test_stock_trl_gets_the_mean() -> None:
-    environments = [Scores(1.0, None, 0.5), Scores(None)]
-    assert call(steps_as_outcome(TurnRewards()), environments=environments) == [0.75, None]
-    assert call(steps_as_outcome(TurnRewards()), **COLUMNS, environments=environments) == [0.75, None]
 
 
 def test_asynchronous_environments() -> None:

@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving, parse_response
 
 from grpo_lab.turns.dialogue import ChatDialogue
+from grpo_lab.turns.protocols import TurnTokens
 from grpo_lab.turns.template_check import DROPS_THINKING, check_template
 from grpo_lab.turns.trajectory import CutAnew, Trajectory, unbroken
 
@@ -169,7 +170,8 @@ def test_differences_of_templates_are_told(qwen3: ChatDialogue, grpo_lab_data: P
 
 
 def test_a_row_with_other_tokens_than_the_policy_saw_is_refused() -> None:
-    one = Trajectory.begin([1, 2]).with_own([3, 4], None, 0).with_foreign([5]).with_own([6], None, 1)
+    one = Trajectory.begin([1, 2]).with_own(TurnTokens([3, 4], None, 0)).with_foreign([5])
+    one = one.with_own(TurnTokens([6], None, 1))
     unbroken(one.turns, one.prompt, one.ids, "qwen3")
     for prompt, ids, turn in (([1, 9], one.ids, 1), (one.prompt, [3, 4, 9, 6], 2), (one.prompt, [3, 5, 6], 2)):
         with pytest.raises(CutAnew, match=rf"before turn {turn} are not those .*template qwen3"):

@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +66,11 @@ class Words:
 
 
 class AtOnce:
-    """Makes calls before it returns."""
+    """Makes calls without threads of their own."""
 
-    def check(self, tools: Mapping[str, Callable[..., Any]]) -> None: ...
-
-    def close(self) -> None: ...
-
-    def begin(self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]]) -> Future[list[Call]]:
-        made: Future[list[Call]] = Future()
+    def make(self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]]) -> list[Call]:
         read = [Wanted.read(call, tools) for call in calls]
-        made.set_result([Call(one.name, one.arguments, str(one.tool(**one.arguments))) for one in read if one.tool])
-        return made
+        return [Call(one.name, one.arguments, str(one.tool(**one.arguments))) for one in read if one.tool]
 
 
 class World:
@@ -261,10 +254,9 @@ def test_a_state_that_is_not_plain_is_refused(state: Any) -> None:
 def test_what_a_policy_writes_ends_no_run_and_what_a_tool_answers_is_checked(tmp_path: Path) -> None:
     journal = TurnJournal(tmp_path / "j", HEADER, None, print)
     for odd in [{"function": 3}, {"type": "image"}, {}, {"function": {"name": ["a"], "arguments": {"x": math.nan}}}]:
-        assert journal.begin(0, [odd], {}, lambda calls, tools: _done([Call("unknown", None, "no")])).result()
-    answer = _done([Call("picture", {}, [b"..."])])
+        assert journal.make(0, [odd], {}, lambda calls, tools: [Call("unknown", None, "no")])
     with pytest.raises(ValueError, match="the tool picture cannot be kept for a resume"):
-        journal.begin(1, [{"name": "picture"}], {}, lambda calls, tools: answer).result()
+        journal.make(1, [{"name": "picture"}], {}, lambda calls, tools: [Call("picture", {}, [b"..."])])
     journal.close()
 
 
@@ -282,9 +274,3 @@ def test_a_lost_server_is_asked_again_and_counts_once(tmp_path: Path) -> None:
     again = TurnJournal(tmp_path / "j", HEADER, None, print)
     assert list(again.requests) == [(0, 1)]
     again.close()
-
-
-def _done(calls: list[Call]) -> Future[list[Call]]:
-    made: Future[list[Call]] = Future()
-    made.set_result(calls)
-    return made

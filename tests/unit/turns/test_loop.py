@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import fields
 from typing import Any
 
@@ -295,7 +294,7 @@ def test_a_journal_stands_before_engine_and_tools() -> None:
             said.append("engine")
             return engine
 
-        def begin(self, key: int, calls: Any, tools: Any, make: Callable[..., Future[list[Call]]]) -> Any:
+        def make(self, key: int, calls: Any, tools: Any, make: Callable[..., list[Call]]) -> Any:
             said.append(f"calls of {key}")
             return make(calls, tools)
 

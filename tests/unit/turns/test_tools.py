@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +22,14 @@ import pytest
 from trl import GRPOTrainer
 
 from grpo_lab.sandbox.workers import VerifierError
+from grpo_lab.threads import in_thread
 from grpo_lab.turns.tools import ToolCalls
 from grpo_lab.turns.trajectory import Call
 from grpo_lab.turns.turn_settings import TurnSettings, in_process, repeatable
 
 
 def words(text: str, most: int) -> tuple[str, bool]:
-    """As ``Dialogue.cut``, with letters for tokens."""
+    """As ``ChatDialogue.cut``, with letters for tokens."""
     return (text[:most] + "…", True) if len(text) > most else (text, False)
 
 
@@ -40,7 +42,7 @@ def named(*tools: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., ToolCalls]]:
+def tool_calls() -> Iterator[Callable[..., ToolCalls]]:
     made: list[ToolCalls] = []
 
     def build(**settings: Any) -> ToolCalls:
@@ -50,6 +52,10 @@ def make() -> Iterator[Callable[..., ToolCalls]]:
     yield build
     for one in made:
         one.close()
+
+
+def begun(calls: ToolCalls, *turn: Any) -> Future[list[Call]]:
+    return in_thread(partial(calls.make, *turn), "turns: calls")
 
 
 def result(future: Future[list[Call]]) -> list[Call]:
@@ -85,19 +91,19 @@ ANSWERS: dict[str, tuple[Any, str | None]] = {
 
 @pytest.mark.not_fast
 @pytest.mark.parametrize("tool", PLACES, ids=lambda tool: tool.__name__)
-def test_hostile_tools(tool: Callable[..., Any], make: Any) -> None:
-    calls = make(tool_seconds=1)
-    result(calls.begin([wanted(tool.__name__, kind="first")], named(tool)))
-    (call,) = result(calls.begin([wanted(tool.__name__, kind="hang")], named(tool)))
+def test_hostile_tools(tool: Callable[..., Any], tool_calls: Any) -> None:
+    calls = tool_calls(tool_seconds=1)
+    calls.make([wanted(tool.__name__, kind="first")], named(tool))
+    (call,) = calls.make([wanted(tool.__name__, kind="hang")], named(tool))
     assert (call.answer, call.failure, call.tries) == (ERROR % "no answer within 1 s", "timed_out", 1)
-    calls = make(tool_seconds=50)
-    futures = {kind: calls.begin([wanted(tool.__name__, kind=kind)], named(tool)) for kind in ANSWERS}
+    calls = tool_calls(tool_seconds=50)
+    futures = {kind: begun(calls, [wanted(tool.__name__, kind=kind)], named(tool)) for kind in ANSWERS}
     for kind, (answer, failure) in ANSWERS.items():
         (call,) = result(futures[kind])
         assert (call.answer, call.failure, call.tries) == (answer, failure, 1), kind
         assert type(call.answer) in (str, list)
         assert call.seconds < 20
-    (after,) = result(calls.begin([wanted(tool.__name__, kind="good")], named(tool)))
+    (after,) = calls.make([wanted(tool.__name__, kind="good")], named(tool))
     assert (after.answer, after.failure) == ("done: good", None)
 
 
@@ -165,25 +171,25 @@ def of_trl(calls: list[dict[str, Any]], tools: dict[str, Callable[..., Any]]) ->
 
 
 @pytest.mark.parametrize("calls", TRANSCRIPTS)
-def test_the_transcript_is_that_of_trls_loop(calls: list[dict[str, Any]], make: Any) -> None:
+def test_the_transcript_is_that_of_trls_loop(calls: list[dict[str, Any]], tool_calls: Any) -> None:
     tools = named(add, fails, slow, quick, falls)
     stock, failures = of_trl(calls, tools)
-    ours = result(make().begin(calls, tools))
+    ours = tool_calls().make(calls, tools)
     assert [{"role": "tool", "name": call.name, "content": call.answer} for call in ours] == stock
     assert sum(call.failure is not None for call in ours) == failures
     assert {call.failure for call in ours} <= {None, "raised", "unknown", "unparsable"}
 
 
-def test_the_flat_form_and_what_is_no_call(make: Any) -> None:
+def test_the_flat_form_and_what_is_no_call(tool_calls: Any) -> None:
     calls = [{"name": "add", "arguments": {"a": 1, "b": 2}}, "add", {"function": "add"}, {}, {"name": ["add"]}]
-    made = result(make().begin(calls, named(add)))
+    made = tool_calls().make(calls, named(add))
     assert [call.failure for call in made] == [None, *["unknown"] * 4]
     assert made[0].answer == "3"
     assert [call.tries for call in made] == [1, 0, 0, 0, 0]
     assert all(isinstance(call.name, str) for call in made)
 
 
-def test_sync_tools_of_a_turn_run_one_after_the_other_and_async_ones_side_by_side(make: Any) -> None:
+def test_sync_tools_of_a_turn_run_one_after_the_other_and_async_ones_side_by_side(tool_calls: Any) -> None:
     running: list[int] = []
     most: list[int] = []
 
@@ -197,7 +203,7 @@ def test_sync_tools_of_a_turn_run_one_after_the_other_and_async_ones_side_by_sid
         await asyncio.sleep(0.2)
 
     began = time.monotonic()
-    calls = result(make().begin([wanted("beside"), wanted("alone")] * 5, named(alone, beside)))
+    calls = tool_calls().make([wanted("beside"), wanted("alone")] * 5, named(alone, beside))
     assert [call.name for call in calls] == ["alone"] * 5 + ["beside"] * 5
     assert most == [1] * 5
     assert time.monotonic() - began < 5 * 0.2
@@ -207,15 +213,15 @@ def test_sync_tools_of_a_turn_run_one_after_the_other_and_async_ones_side_by_sid
 
 
 @pytest.mark.not_fast
-def test_trajectories_take_about_the_longest_chain(make: Any) -> None:
-    calls = make()
+def test_trajectories_take_about_the_longest_chain(tool_calls: Any) -> None:
+    calls = tool_calls()
 
     def work(seconds: float) -> None:
         time.sleep(seconds)
 
     chains = [[0.05 + 0.95 * (row * step % 7 / 6) ** 3 for step in range(3)] for row in range(32)]
     began = time.monotonic()
-    futures = [calls.begin([wanted("work", seconds=one) for one in chain], named(work)) for chain in chains]
+    futures = [begun(calls, [wanted("work", seconds=one) for one in chain], named(work)) for chain in chains]
     made = [result(future) for future in futures]
     took = time.monotonic() - began
     longest = max(map(sum, chains))
@@ -226,16 +232,16 @@ def test_trajectories_take_about_the_longest_chain(make: Any) -> None:
 
 
 @pytest.mark.not_fast
-def test_hanging_calls_give_their_places_back(make: Any) -> None:
-    calls = make(threads=4, tool_seconds=0.4)
-    futures = [calls.begin([wanted("in_thread", kind="hang")], named(hostile.in_thread)) for _ in range(40)]
-    (last,) = result(calls.begin([wanted("in_thread", kind="41st")], named(hostile.in_thread)))
+def test_hanging_calls_give_their_places_back(tool_calls: Any) -> None:
+    calls = tool_calls(threads=4, tool_seconds=0.4)
+    futures = [begun(calls, [wanted("in_thread", kind="hang")], named(hostile.in_thread)) for _ in range(40)]
+    (last,) = calls.make([wanted("in_thread", kind="41st")], named(hostile.in_thread))
     assert last.answer == "done: 41st"
     assert {result(future)[0].failure for future in futures} == {"timed_out"}
     assert len(futures) == 40
 
 
-def test_no_more_than_threads_run_at_the_same_time(make: Any) -> None:
+def test_no_more_than_threads_run_at_the_same_time(tool_calls: Any) -> None:
     running: list[int] = []
     most: list[int] = []
 
@@ -245,24 +251,24 @@ def test_no_more_than_threads_run_at_the_same_time(make: Any) -> None:
         time.sleep(0.02)
         running.pop()
 
-    calls = make(threads=2)
-    for future in [calls.begin([wanted("work")], named(work)) for _ in range(8)]:
+    calls = tool_calls(threads=2)
+    for future in [begun(calls, [wanted("work")], named(work)) for _ in range(8)]:
         result(future)
     assert max(most) == 2
 
 
 @pytest.mark.not_fast
-def test_no_more_than_threads_processes_are_started(make: Any) -> None:
-    calls = make(threads=2)
+def test_no_more_than_threads_processes_are_started(tool_calls: Any) -> None:
+    calls = tool_calls(threads=2)
     tools = named(hostile.own_pid, hostile.own_pid_later)
-    futures = [calls.begin([wanted(name)] * 3, tools) for name in tools for _ in range(4)]
+    futures = [begun(calls, [wanted(name)] * 3, tools) for name in tools for _ in range(4)]
     assert len({pid for future in futures for pid in said(result(future))}) <= 4  # two a tool
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_repeatable_tool_is_called_again(make: Any) -> None:
+def test_only_a_repeatable_tool_is_called_again(tool_calls: Any) -> None:
     counted: list[str] = []
 
     class Environment:
@@ -279,7 +285,7 @@ def test_only_a_repeatable_tool_is_called_again(make: Any) -> None:
     hostile.third_time.calls = 0  # type: ignore[attr-defined]
     tools = {"step": Environment().step, "once": once, "third_time": hostile.third_time}
     calls = [wanted("step"), wanted("once"), wanted("third_time", counts={})]
-    made = result(make(retries=3).begin(calls, tools))
+    made = tool_calls(retries=3).make(calls, tools)
     assert [(call.failure, call.tries) for call in made] == [("raised", 4), ("raised", 1), (None, 3)]
     assert made[2].answer == "at last"
     assert made[2].arguments == {"counts": {}}  # the tool changed its own copy
@@ -287,7 +293,7 @@ def test_only_a_repeatable_tool_is_called_again(make: Any) -> None:
 
 
 @pytest.mark.not_fast
-def test_a_call_that_is_given_up_is_made_again(make: Any) -> None:
+def test_a_call_that_is_given_up_is_made_again(tool_calls: Any) -> None:
     begun: list[int] = []
 
     @repeatable
@@ -297,23 +303,23 @@ def test_a_call_that_is_given_up_is_made_again(make: Any) -> None:
             time.sleep(hostile.FOREVER)
         return "second"
 
-    (call,) = result(make(retries=1, tool_seconds=0.2).begin([wanted("first_hangs")], named(first_hangs)))
+    (call,) = tool_calls(retries=1, tool_seconds=0.2).make([wanted("first_hangs")], named(first_hangs))
     assert (call.answer, call.failure, call.tries) == ("second", None, 2)
     assert call.seconds >= 0.2
 
 
-def test_texts_are_cut_and_said_to_be(make: Any) -> None:
+def test_texts_are_cut_and_said_to_be(tool_calls: Any) -> None:
     def tell(kind: str) -> Any:
         if kind == "raise":
             raise ValueError("x" * 100)
         return hostile.answer_of(kind)
 
     kinds = ["short", "megabytes", "raise", "blocks"]
-    made = result(make(tool_tokens=15).begin([wanted("tell", kind=kind) for kind in kinds], named(tell)))
+    made = tool_calls(tool_tokens=15).make([wanted("tell", kind=kind) for kind in kinds], named(tell))
     assert [call.cut for call in made] == [False, True, True, False]
     assert said(made)[:3] == ["done: short", "012345678901234…", "{'error': 'xxxx…"]
     assert said(made)[3] == hostile.answer_of("blocks")
-    (blocks,) = result(make(tool_tokens=2).begin([wanted("tell", kind="blocks")], named(tell)))
+    (blocks,) = tool_calls(tool_tokens=2).make([wanted("tell", kind="blocks")], named(tell))
     assert blocks.cut
     assert blocks.answer == [{"type": "text", "text": "an…"}, {"type": "image", "image": "x.png"}]
 
@@ -322,17 +328,17 @@ def test_texts_are_cut_and_said_to_be(make: Any) -> None:
 
 
 @pytest.mark.not_fast
-def test_async_tools_that_block_or_will_not_be_cancelled_cost_only_themselves(make: Any) -> None:
+def test_async_tools_that_block_or_will_not_be_cancelled_cost_only_themselves(tool_calls: Any) -> None:
     tools = named(hostile.block, hostile.stubborn, hostile.to_thread, quick)
-    calls = make(tool_seconds=0.3)
+    calls = tool_calls(tool_seconds=0.3)
     for name in ("stubborn", "to_thread", "block"):
-        (call,) = result(calls.begin([wanted(name)], tools))
+        (call,) = calls.make([wanted(name)], tools)
         assert call.failure == "timed_out"
-        (after,) = result(calls.begin([wanted("quick", a=1)], tools))
+        (after,) = calls.make([wanted("quick", a=1)], tools)
         assert after.answer == "{'a': 1}"
 
 
-def test_a_task_that_a_tool_leaves_behind_cannot_end_the_loop(make: Any) -> None:
+def test_a_task_that_a_tool_leaves_behind_cannot_end_the_loop(tool_calls: Any) -> None:
     async def leave() -> str:
         async def leaves() -> None:
             raise SystemExit
@@ -341,9 +347,9 @@ def test_a_task_that_a_tool_leaves_behind_cannot_end_the_loop(make: Any) -> None
         return "left"
 
     left: list[Any] = []
-    calls = make(tool_seconds=5)
+    calls = tool_calls(tool_seconds=5)
     for _ in range(3):
-        (call,) = result(calls.begin([wanted("leave")], named(leave)))
+        (call,) = calls.make([wanted("leave")], named(leave))
         assert call.answer == "left"
     assert {type(task.exception()) for task in left} == {SystemExit}
 
@@ -374,49 +380,51 @@ def gone(pid: int) -> bool:
     ],
 )
 def test_a_process_ends_with_its_children_and_is_replaced(
-    how: str, failure: str, answer: str, make: Any, tmp_path: Path
+    how: str, failure: str, answer: str, tool_calls: Any, tmp_path: Path
 ) -> None:
-    calls = make(tool_seconds=1)
+    calls = tool_calls(tool_seconds=1)
     note = tmp_path / "pids"
-    (call,) = result(calls.begin([wanted("crash", how=how, note=str(note))], named(hostile.crash)))
+    (call,) = calls.make([wanted("crash", how=how, note=str(note))], named(hostile.crash))
     assert (call.failure, call.answer) == (failure, ERROR % answer)
     assert all(gone(int(pid)) for pid in note.read_text().split())
     note.unlink()
-    result(calls.begin([wanted("crash", how="_exit", note=str(note))], named(hostile.crash)))
+    calls.make([wanted("crash", how="_exit", note=str(note))], named(hostile.crash))
     assert note.exists()
 
 
 @pytest.mark.not_fast
-def test_a_process_is_kept_for_the_next_call_and_sees_no_secrets(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_kept_for_the_next_call_and_sees_no_secrets(
+    tool_calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    calls = make()
+    calls = tool_calls()
     tools = named(hostile.own_pid, hostile.environment)
-    pids = said(result(calls.begin([wanted("own_pid")] * 3, tools)))
+    pids = said(calls.make([wanted("own_pid")] * 3, tools))
     assert len(set(pids)) == 1
     assert int(pids[0]) != os.getpid()
-    assert said(result(calls.begin([wanted("environment", name="HF_TOKEN")], tools))) == ["None"]
+    assert said(calls.make([wanted("environment", name="HF_TOKEN")], tools)) == ["None"]
     os.kill(int(pids[0]), 9)  # while it waits
     while Path(f"/proc/{pids[0]}").exists():
         time.sleep(0.05)
     time.sleep(0.2)
-    (after,) = said(result(calls.begin([wanted("own_pid")], tools)))
+    (after,) = said(calls.make([wanted("own_pid")], tools))
     assert after != pids[0]
     calls.close()
     assert gone(int(after))
     with pytest.raises(RuntimeError, match="closed"):
-        calls.begin([wanted("own_pid")], tools)
+        calls.make([wanted("own_pid")], tools)
 
 
 @pytest.mark.not_fast
 def test_who_forgets_to_close_leaves_no_process_and_no_loop() -> None:
     before = threading.active_count()
     calls = ToolCalls(TurnSettings(), words)
-    (call,) = result(calls.begin([wanted("own_pid")], named(hostile.own_pid)))
+    (call,) = calls.make([wanted("own_pid")], named(hostile.own_pid))
     if os.fork() == 0:
         calls.close()  # not its own
         os._exit(0)
     os.wait()
-    assert said(result(calls.begin([wanted("own_pid")], named(hostile.own_pid)))) == [call.answer]
+    assert said(calls.make([wanted("own_pid")], named(hostile.own_pid))) == [call.answer]
     del calls
     gc.collect()
     assert gone(int(call.answer))
@@ -427,7 +435,7 @@ def test_who_forgets_to_close_leaves_no_process_and_no_loop() -> None:
     raise AssertionError(threading.enumerate())
 
 
-def test_tools_that_cannot_run_in_a_process_are_refused(make: Any) -> None:
+def test_tools_that_cannot_run_in_a_process_are_refused(tool_calls: Any) -> None:
     class Environment:
         @in_process
         def step(self) -> None: ...
@@ -437,37 +445,37 @@ def test_tools_that_cannot_run_in_a_process_are_refused(make: Any) -> None:
 
     for tool, why in ((Environment().step, "a method of an object"), (local, "cannot be imported")):
         with pytest.raises(ValueError, match=why):
-            make().check(named(tool))
+            tool_calls().check([tool])
         with pytest.raises(ValueError, match=why):
-            make().begin([wanted(tool.__name__)], named(tool))
-    with pytest.raises(ValueError, match=r"names \['ad'\]; the tools are \['add', 'fails'\]"):
-        make(processes=("ad",)).check(named(add, fails))
+            tool_calls().make([wanted(tool.__name__)], named(tool))
 
 
 @pytest.mark.not_fast
-def test_a_tool_that_cannot_be_imported_in_a_process_ends_the_run(make: Any, tmp_path: Path) -> None:
+def test_a_tool_that_cannot_be_imported_in_a_process_ends_the_run(tool_calls: Any, tmp_path: Path) -> None:
     """A module that exists in this process alone."""
     module = type(sys)("only_here")
     exec("def here(): return 1", module.__dict__)
     sys.modules["only_here"] = module
     try:
-        future = make(processes=("here",)).begin([wanted("here")], {"here": module.here})
+        here = in_process(module.here)
         with pytest.raises(VerifierError, match="only_here:here could be started"):
-            result(future)
+            tool_calls().make([wanted("here")], {"here": here})
     finally:
         del sys.modules["only_here"]
 
 
 PROGRAM = """
 import json, os, sys, time
+from functools import partial
 import hostile_tools as hostile
+from grpo_lab.threads import in_thread
 from grpo_lab.turns.tools import ToolCalls
 from grpo_lab.turns.turn_settings import TurnSettings
 tools = {one.__name__: one for one in (hostile.in_thread, hostile.as_async, hostile.to_thread, hostile.block,
                                        hostile.own_pid, hostile.crash)}
 calls = ToolCalls(TurnSettings(tool_seconds=0.5), lambda text, most: (text, False))
 def call(name, **arguments):
-    return calls.begin([{"name": name, "arguments": arguments}], tools)
+    return in_thread(partial(calls.make, [{"name": name, "arguments": arguments}], tools), name)
 pid = call("own_pid").result()[0].answer
 hanging = [call("in_thread", kind="hang"), call("as_async", kind="hang"), call("to_thread"), call("block")]
 failures = [one.result()[0].failure for one in hanging]
