@@ -51,13 +51,13 @@ class GroupedEngine:
         """
         foldable = sampling_params.n == 1 and sampling_params.seed is None
         if not foldable or any(set(row) != {"prompt_token_ids"} for row in prompts):
-            return self._checked(prompts, sampling_params, use_tqdm)
+            return self._outputs(prompts, sampling_params, use_tqdm)
         runs = [list(run) for _, run in itertools.groupby(prompts, key=lambda row: list(row["prompt_token_ids"]))]
         parameters = [sampling_params.clone() for _ in runs]
         for own, run in zip(parameters, runs, strict=True):
             own.n = len(run)
         rows = []
-        for output, run in zip(self._checked([run[0] for run in runs], parameters, use_tqdm), runs, strict=True):
+        for output, run in zip(self._outputs([run[0] for run in runs], parameters, use_tqdm), runs, strict=True):
             if len(output.outputs) != len(run):
                 raise EngineFault(f"asked the engine for {len(run)} completions of a prompt, got {len(output.outputs)}")
             for completion in sorted(output.outputs, key=lambda completion: completion.index):
@@ -66,11 +66,15 @@ class GroupedEngine:
                 rows.append(row)
         return rows
 
-    def _checked(self, requests: Sequence[Any], parameters: Any, use_tqdm: bool) -> list[Any]:
+    def _outputs(self, requests: Sequence[Any], parameters: Any, use_tqdm: bool) -> list[Any]:
         more = {}
         if self.adapters:
             more = {"lora_request": self.adapter}
-        outputs = self.llm.generate(requests, sampling_params=parameters, use_tqdm=use_tqdm, **more)
+        return self.checked(self.llm.generate(requests, sampling_params=parameters, use_tqdm=use_tqdm, **more))
+
+    def checked(self, outputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs. A log-prob that is NaN or infinite is noted and given to ``on_fault``. Raises EngineFault
+        if there is none."""
         try:
             check_logprobs(outputs)
         except EngineFault as fault:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -189,16 +190,8 @@ class Waits(Counter):
         self.number = number
         return super().reset(number, **row)
 
+    @functools.wraps(Counter.multiply)
     def multiply(self, a: int, b: int) -> str:
-        """Adds the product to the total.
-
-        Args:
-            a: first factor
-            b: second factor
-
-        Returns:
-            The total.
-        """
         if a == 0:
             Waits.waiting.wait(60)
         return super().multiply(a, b)

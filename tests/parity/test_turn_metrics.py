@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from grpo_lab.rewards import TurnRewards
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.metrics.turn_metrics import record_turns
 from grpo_lab.turns.trajectory import Call, Turn
+from parity import drop_in_cases
 from parity.drop_in_cases import chats
 from parity.harness import arguments
 from parity.test_tool_loop import Script, Scripted
@@ -97,16 +99,8 @@ class Talk(Scripted):
         return super()._turn(ids, row)
 
 
+@functools.wraps(drop_in_cases.multiply)
 def multiply(a: int, b: int) -> str:
-    """Multiplies.
-
-    Args:
-        a: first factor
-        b: second factor
-
-    Returns:
-        The product.
-    """
     if (int(a), int(b)) == (1, 2):
         raise ValueError("no")
     if (int(a), int(b)) == (1, 3):

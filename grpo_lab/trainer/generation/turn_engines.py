@@ -25,7 +25,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_lab.engines.generators import of_engine
-from grpo_lab.engines.grouping import EngineFault, check_logprobs
+from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm import talk
 from grpo_lab.engines.vllm.token import token_of
 from grpo_lab.threads import in_thread
@@ -87,13 +87,7 @@ class ColocatedTurns:
         ]
 
     def _turn(self, output: Any) -> TurnTokens:
-        try:
-            check_logprobs([output])
-        except EngineFault as fault:
-            self.llm.faulty = True
-            if self.llm.on_fault is None:
-                raise
-            self.llm.on_fault(fault)
+        self.llm.checked([output])
         made = of_engine(output.outputs[0])
         logprobs: list[float | None] | None = None
         if made.logprobs is not None:
