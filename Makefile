@@ -33,7 +33,7 @@ lab-smoke: setup  ## every preset and trainer, 30 steps each from the quick star
 	$(BIN)/python scripts/lab_smoke.py
 
 LABS := kl bias noise controls court entropy difficulty kl_training overoptimisation prm search \
-	length language objective process sorting preference reinforce reinforce_discounted capability capability_losses
+	length language objective process sorting preference reinforce reinforce_discounted capability capability_losses capability_bases
 labs: setup  ## what RL does to a model: every lab, resumable -> runs/labs (about 15 minutes each on two cores), tables and figures of docs/labs/
 	for lab in $(LABS); do $(BIN)/grpo-lab lab $$lab --jobs 2 || exit 1; done
 	$(BIN)/python scripts/lab_tables.py

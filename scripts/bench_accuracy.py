@@ -209,7 +209,7 @@ def experiment(names: Sequence[str]) -> Experiment:
     def report(found: Found, options: Options) -> str:
         return f"recorded: {sum(map(len, found.values()))} runs"
 
-    return Experiment(names, run, report, settings=settings_of, start=lambda options: Path(options.start))
+    return Experiment(names, run, report, settings=settings_of, start=lambda arm, options: Path(options.start))
 
 
 def settings_of(name: str, seed: int, options: Options) -> dict[str, Any]:

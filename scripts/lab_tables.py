@@ -28,6 +28,8 @@ SAID = {
     "overoptimisation": "truth",
     "court": "4 old: pass@1; pass@16; collapses",
     "capability": "depth 4: pass@1; pass@128",
+    "capability_bases": "depth 4: pass@1; pass@128",
+    "capability_losses": "depth 4: pass@1; pass@128",
 }
 """Lab → the column of its table that docs/measured.md shows, where that is not the first."""
 SEEDS = re.compile(r" \([\d., -]+\)$")
@@ -98,8 +100,8 @@ def measured_with(text: str, shown: dict[str, str], kept: dict[str, Any]) -> str
 
 
 def in_short(values: list[tuple[str, str]]) -> list[str]:
-    """The start, and the arms with the lowest and the highest value."""
-    arms = [pair for pair in values if pair[0] != "(start)"]
+    """The start, if arms share it, and the arms with the lowest and the highest value."""
+    arms = [pair for pair in values if not pair[0].startswith("(start")]
     ends = sorted(arms, key=lambda pair: float(pair[1].split()[0].rstrip(";")))
     start = [f"{arm} {value}" for arm, value in values if arm == "(start)"]
     if len(arms) == 1:

@@ -1,8 +1,8 @@
-"""A lab that trains, as data: one recipe from one cold start, its changes ("arms"), and what is shown of them.
+"""A lab that trains, as data: one recipe, its changes ("arms"), and what is shown of them.
 
 Such a lab is a ``lab.yaml`` (`LabFile`). Those in ``recipes/lab/*/`` come with the package, named after their folder.
-Seeds change the problems, their order and the sampling; the start is shared (seed 0). The module of a
-``module:function`` may lie beside the file that names it.
+Seeds change the problems, their order and the sampling; arms share the start unless they change it
+(``labs/starts.py``). The module of a ``module:function`` may lie beside the file that names it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from grpo_lab.labs import LABS
 from grpo_lab.labs.cells import record_file
 from grpo_lab.labs.experiment import GENERATED, Experiment, Found, Options, Record, changes_asked
 from grpo_lab.labs.shown_checks import OF_LOG, check_shown, not_logged
+from grpo_lab.labs.starts import Changes, Starts, of_start, without_start
 from grpo_lab.labs.tables import at_equal_tokens, draw, over_tokens, spread, table
 from grpo_lab.pipelines.same_run import CANNOT_CHANGE_THE_PAST, LENGTH
 from grpo_lab.reading import read_json_lines, read_record
+from grpo_lab.recipe.ahead import Ahead, looking_ahead
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
-from grpo_lab.recipe.sections import ModelSection, Recipe, read_recipe, template_kwargs_of
+from grpo_lab.recipe.sections import ModelSection, Recipe, read_recipe
 from grpo_lab.recipe.yaml import PLACES, read_yaml, shipped_recipe
 from grpo_lab.registry import load_named, modules_beside
 from grpo_lab.runs.differences import OF_NO_FILE, plain_settings
@@ -47,7 +49,8 @@ class LabFile:
         about: a line about the lab.
         recipe: the recipe of ``grpo-lab train``: a path beside the file, or one below ``recipes/``.
         arms: name → changes of the recipe (keys may be dotted), or ``module:function``, which returns them from the
-            arm's name, the seed and the options (``options.start``: the path of the start model).
+            arm's name, the seed and the options (``options.start``: the path of the lab's start). An arm that changes
+            ``model`` or ``cold_start`` has a start of its own; ``model: start`` is the lab's, trained further.
         conditions: name → changes of the recipe. Every arm is then run in each of them, as the arm ``arm, condition``,
             whose changes are added to those of ``arm``.
         columns: title → number in the table: a place in the evaluation's ``summary.json``
@@ -58,12 +61,12 @@ class LabFile:
             evaluations (before, each ``evaluation.every`` steps, after); or ``module:function``, which computes the
             points (tokens, value) from the log.
         panels: draw the arm ``a, b`` as line b of the panel a.
-        settings: changes of every arm, and of the cold start; ``seeded``: settings that get the seed, besides ``seed``.
+        settings: changes of every arm, and of its start; ``seeded``: settings that get the seed, besides ``seed``.
         report: ``module:function``, called with records and options in place of our own report; it returns the text to
             print, and writes table and figures into ``options.folder``.
         pairs: two arms each, whose first columns are subtracted, seed by seed; ``seeds``: the default seeds.
         compared_by: title of a column, a share, for which the lab says how many seeds a difference needs.
-        start: the model that all arms begin from; None: the recipe's cold start, made once.
+        start: the model that arms without a start of their own begin from; None: the recipe's cold start, made once.
         prepare: ``module:function``, called with the options before the first cell.
         threads: threads of a cell on a CPU, so that cells side by side do not wait for each other; None: PyTorch's
             choice.
@@ -135,7 +138,8 @@ class Arms:
 
     def experiment(self) -> Experiment:
         how: Any = {"prepare": self.make_ready, "seeds": self.said.seeds, "problems": self.problems}
-        how |= {"settings": self.settings, "check": self.check, "start": self.start_folder}
+        how |= {"settings": self.settings, "check": self.check}
+        how["start"] = lambda arm, options: self.starts(options).place(arm)
         how |= {"kept": KEPT, "read": self.read_anew, "odd": partial(not_logged, self.said.columns, self.said.curves)}
         how["result"] = lambda record: record["after"][self.said.compared_by]
         how["imports"] = IMPORTS
@@ -149,38 +153,37 @@ class Arms:
         """Read the lab's recipe with ``changes``, and with those that ``--set`` asks for in every arm."""
         return read_recipe(self.recipe(options), {**changes, **changes_asked(options)})
 
-    def given_start(self, options: Options) -> str:
-        """Return the model that all arms begin from; empty: the recipe's cold start. ValueError: the folder is
-        missing."""
+    def starts(self, options: Options) -> Starts:
+        """Return the models that arms begin from. Raises ValueError if the folder of a given one is missing."""
         given = str(options.start or self.said.start or "")
-        if given == str(self.own_start(options)):
-            return ""
+        if given == str(options.folder / "cold_start"):
+            given = ""  # the lab's own: `make_ready` has put it there
         if looks_local(given) and not is_local(given):
             raise ValueError(f"`start` is {given!r}: no such folder; name a model by `--start`")
-        return given
+        own = dict[str, Changes]()
+        for arm, (of_arm, of_condition) in self.said.cells.items():
+            if isinstance(of_arm, str):  # a function may read the lab's start, which is made before
+                of_arm = {}
+            if found := of_start({**of_arm, **of_condition}):
+                own[arm] = found
 
-    def own_start(self, options: Options) -> Path:
-        return options.folder / "cold_start"
+        def recipe_with(changes: Changes) -> Recipe:
+            return self.with_changes(options, deepcopy({**self.said.settings, **changes}))
 
-    def start(self, options: Options) -> str:
-        """Return the model that all arms begin from; make the recipe's cold start if it is that and missing."""
-        from grpo_lab.pipelines.train import shared_start
-
-        if given := self.given_start(options):
-            return given
-        recipe = self.with_changes(options, self.said.settings)
-        template_kwargs = template_kwargs_of(recipe.arguments)
-        place = self.own_start(options)
-        return str(shared_start(recipe.model, recipe.cold_start, place, chat_template_kwargs=template_kwargs))
+        return Starts(options.folder, given, own, recipe_with)
 
     def make_ready(self, options: Options) -> None:
-        options.start = self.start(options)
+        starts = self.starts(options)
+        for arm in options.arms or self.said.cells:
+            starts.make(arm)
+        options.start = str(starts.lab)
         if self.said.prepare:
             load_named(self.said.prepare, "prepare")(options)
 
     def settings(self, arm: str, seed: int, options: Options) -> Mapping[str, Any] | None:
         """Return the settings that a cell's numbers depend on: its recipe, without what changes no number. None if the
         function that makes the arm lacks what ``prepare`` makes; the cell then reports the error."""
+        starts = self.starts(options)
         try:
             changes = self.changes(arm, seed, options)
         except (OSError, ValueError):
@@ -191,23 +194,17 @@ class Arms:
         no_matter = {*OF_NO_FILE, *CANNOT_CHANGE_THE_PAST.difference(LENGTH)}
         plain = plain_settings(recipe)
         plain["arguments"] = {name: one for name, one in plain["arguments"].items() if name not in no_matter}
-        if given := self.given_start(options):
-            plain |= {"model": None if is_local(given) else {"path": given}, "cold_start": None}
+        if starts.is_given(arm):
+            plain |= {"model": None if is_local(starts.given) else {"path": starts.given}, "cold_start": None}
         return {**plain, "name": None, "threads": self.said.threads}
-
-    def start_folder(self, options: Options) -> Path:
-        """Return the folder of the start model, which may still have to be made."""
-        return Path(self.given_start(options) or self.own_start(options))
 
     def check(self, arms: Sequence[str], options: Options) -> dict[str, str]:
         """Check the lab, and return what a dry run says of it. Raises ValueError for what would stop a cell, or a
         column or curve that no run can have."""
-        from grpo_lab.pipelines.train import NOTHING_TO_SHARE
-
-        given = self.given_start(options)
+        starts = self.starts(options)
         jobs = dict[str, Job]()
-        if not given and self.with_changes(options, self.said.settings).cold_start is None:
-            raise ValueError(NOTHING_TO_SHARE)
+        for arm in self.said.once(arms):
+            starts.check(arm)
         if self.said.prepare:
             load_named(self.said.prepare, "prepare")
         for arm in self.said.once(arms):
@@ -215,27 +212,32 @@ class Arms:
                 load_named(changes, f"arms.{arm}")  # loaded, not called: it may read what `prepare` makes
             else:
                 recipe = self.with_changes(options, {**self.changes(arm, self.said.seeds[0], options), "name": arm})
-                if given:
-                    recipe = replace(recipe, model=ModelSection(given), cold_start=None)
+                if starts.is_given(arm):
+                    recipe = replace(recipe, model=ModelSection(starts.given), cold_start=None)
+                first = starts.place(arm) not in map(starts.place, jobs)  # a shared cold start is checked once
                 try:
                     recipe = numbers_read(recipe)
-                    jobs[arm] = Job.resolve(recipe, lab_config(recipe), here_only=True, cold_start=not jobs)
+                    with looking_ahead(Ahead(starts.to_come)):
+                        jobs[arm] = Job.resolve(recipe, lab_config(recipe), here_only=True, cold_start=first)
                 except ValueError as error:
                     raise ValueError(f"arm {arm!r}: {error}") from error
         check_shown(self.said.columns, self.said.curves, jobs, known_later=len(jobs) < len(self.said.once(arms)))
-        made = f"the recipe's cold start, in {self.own_start(options)}"
-        return {"lab": self.said.about, "recipe": str(self.recipe(options)), "start": given or made}
+        start = starts.given or f"the recipe's cold start, in {starts.lab}"
+        own = [f"{arm}'s own, in {starts.place(arm)}" for arm in arms if arm in starts.changes]
+        return {"lab": self.said.about, "recipe": str(self.recipe(options)), "start": "; ".join([start, *own])}
 
     def run(self, arm: str, seed: int, folder: Path, options: Options) -> Record:
         from grpo_lab.pipelines.train import train
 
-        options.start = self.start(options)
+        starts = self.starts(options)
+        start = starts.make(arm)
+        options.start = str(starts.lab)
         if self.said.threads:
             import torch
 
             torch.set_num_threads(self.said.threads)
-        changes = {**self.changes(arm, seed, options), **changes_asked(options)}
-        changes |= {"model": {"path": options.start}, "cold_start": None, "output_dir": str(folder)}
+        changes = without_start({**self.changes(arm, seed, options), **changes_asked(options)})
+        changes |= {"model": {"path": start}, "cold_start": None, "output_dir": str(folder)}
         train(read_recipe(self.recipe(options), {**changes, "name": arm, "seed": seed}))
         return self.measured(folder)
 
@@ -266,8 +268,12 @@ class Arms:
         of_arm, of_condition = self.said.cells[arm]
         if isinstance(of_arm, str):
             of_arm = load_named(of_arm, f"arms.{arm}")(arm, seed, options)
-        every = deepcopy(dict(self.said.settings))  # copied: dotted keys of an arm change it
-        return {"disable_tqdm": True, **every, **of_arm, **of_condition, **dict.fromkeys(self.said.seeded, seed)}
+            if unread := of_start(of_arm):
+                made_before = "the start is made before it is called; write it in the file"
+                raise ValueError(f"`arms.{arm}` gives {[*unread]}, and {made_before}")
+        changes = {**self.said.settings, **of_arm, **of_condition, **self.starts(options).changes_of(arm)}
+        of_seed = dict.fromkeys(self.said.seeded, seed)
+        return {"disable_tqdm": True, **deepcopy(changes), **of_seed}  # copied: dotted keys change what is in them
 
     def curve(self, title: str, name: str, log: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[float, float]]:
         if ":" in name:

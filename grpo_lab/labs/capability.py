@@ -1,7 +1,8 @@
 """The capability lab's report: pass@k by depth before and after RL, and what the lab's rule calls the change.
 
 The rule was written down before the first counted cell: recipes/lab/capability/README.md. A depth is the number of
-calculations that a problem takes. Arms are called ``depths, reward``, or by one name.
+calculations that a problem takes. Arms are called ``depths, reward``, or by one name. They begin from one start, or
+each from its own.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ def whole_solution(completions: Sequence[Any], worked_solution: Sequence[str], *
 
 
 def report(found: Found, options: Options) -> str:
-    """Write ``table.md`` and ``curves.png``; return the text to print."""
+    """Write ``table.md``, ``gains.md`` (gains over the start, and differences between arms) and ``curves.png``; return
+    the text to print."""
     depths, ks = measured_at(found)
-    parts = [table(found, depths, ks), gains_table(found, depths, ks), rewards_table(found, depths, ks)]
-    text = "\n\n".join(filter(None, parts))
-    write_whole_text(options.folder / "table.md", f"{text}\n")
+    main = table(found, depths, ks)
+    gains = "\n\n".join(filter(None, (gains_table(found, depths, ks), differences_table(found, depths, ks))))
+    write_whole_text(options.folder / "table.md", f"{main}\n")
+    write_whole_text(options.folder / "gains.md", f"{gains}\n")
     draw(curves(found, depths, ks), options.folder / "curves.png", "log2 of k")
-    return text
+    return f"{main}\n\n{gains}"
 
 
 def measured_at(found: Found) -> tuple[list[int], list[int]]:
@@ -72,10 +75,25 @@ def after(found: Found, arm: str, depth: int, k: int) -> Values:
     return {run["seed"]: run["after"][f"depth {depth}: pass@{k}"] for run in found.get(arm, [])}
 
 
-def before(found: Found, depth: int, k: int) -> Values:
-    """Return pass@k of the start, by seed, from those arms that measured it."""
+def own_starts(found: Found) -> bool:
+    """Return whether arms begin from different starts: their pass@k before RL differ for the same seed."""
     runs = [run for of_arm in found.values() for run in of_arm if run["before"]]
-    return {run["seed"]: run["before"][f"depth {depth}: pass@{k}"] for run in runs}
+    measured = {run["seed"]: run["before"] for run in runs}
+    return any(run["before"] != measured[run["seed"]] for run in runs)
+
+
+def before(found: Found, arm: str, depth: int, k: int) -> Values:
+    """Return pass@k of the arm's start, by seed. Where arms share it, any of them may have measured it."""
+    if own_starts(found):
+        runs = found[arm]
+    else:
+        runs = [run for of_arm in found.values() for run in of_arm]
+    return {run["seed"]: run["before"][f"depth {depth}: pass@{k}"] for run in runs if run["before"]}
+
+
+def gain(found: Found, arm: str, depth: int, k: int) -> list[float]:
+    """Return the arm's gain over its start at pass@k, in points, seed by seed."""
+    return points(after(found, arm, depth, k), before(found, arm, depth, k))
 
 
 def points(one: Values, other: Values) -> list[float]:
@@ -114,20 +132,33 @@ def verdict(first: Sequence[float], last: Sequence[float], start: Sequence[float
     return {1: "sharpens", -1: "loses", 0: "not shown"}[side(first)]
 
 
+def word(found: Found, arm: str, depth: int, ks: Sequence[int]) -> str:
+    """Return the rule's word for what RL did to the arm at this depth."""
+    start = before(found, arm, depth, ks[-1])
+    return verdict(gain(found, arm, depth, ks[0]), gain(found, arm, depth, ks[-1]), [*start.values()])
+
+
 def table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
-    """Make a table of pass@k at the smallest and the largest k: a row an arm, a column a depth."""
+    """Make a table of pass@k at the smallest and the largest k: a row an arm, a column a depth; last the rule's
+    words."""
     ends = (ks[0], ks[-1])
+    starts = {"(start)": next(iter(found))}
+    if own_starts(found):
+        starts = {f"(start of {arm})": arm for arm in found}
     rows = []
-    for arm in ("(start)", *found):
-        cells = []
-        seeds = 0
-        for depth in depths:
-            both = [before(found, depth, k) if arm == "(start)" else after(found, arm, depth, k) for k in ends]
-            cells.append("; ".join(interval([*one.values()], ".3f") for one in both))
-            seeds = len(both[0])
-        rows.append([arm, str(seeds), *cells])
+    for title, arm in starts.items():
+        rows.append([*row(title, [[before(found, arm, depth, k) for k in ends] for depth in depths]), "–"])
+    for arm in found:
+        words = "; ".join(word(found, arm, depth, ks) for depth in depths)
+        rows.append([*row(arm, [[after(found, arm, depth, k) for k in ends] for depth in depths]), words])
     heads = [f"depth {depth}: pass@{ends[0]}; pass@{ends[1]}" for depth in depths]
-    return markdown(["arm", "seeds", *heads], rows)
+    return markdown(["arm", "seeds", *heads, "by the rule"], rows)
+
+
+def row(title: str, by_depth: Sequence[Sequence[Values]]) -> list[str]:
+    """Return cells of the table: title, number of seeds, and for each depth its intervals."""
+    cells = ["; ".join(interval([*one.values()], ".3f") for one in of_depth) for of_depth in by_depth]
+    return [title, str(len(by_depth[-1][0])), *cells]
 
 
 def gains_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
@@ -138,11 +169,10 @@ def gains_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
     for arm in found:
         cells = []
         for depth in depths:
-            first = points(after(found, arm, depth, ks[0]), before(found, depth, ks[0]))
-            last = points(after(found, arm, depth, ks[-1]), before(found, depth, ks[-1]))
-            word = verdict(first, last, [*before(found, depth, ks[-1]).values()])
-            cells.append(f"{interval(first, '+.1f')}; {interval(last, '+.1f')}: {word}")
-            sides += [side(one) for one in (first, last) if len(one) > 1]
+            ends = [gain(found, arm, depth, k) for k in (ks[0], ks[-1])]
+            said = "; ".join(interval(one, "+.1f") for one in ends)
+            cells.append(f"{said}: {word(found, arm, depth, ks)}")
+            sides += [side(one) for one in ends if len(one) > 1]
         rows.append([arm, *cells])
     heads = [f"depth {depth}" for depth in depths]
     title = f"Gain over the start at pass@{ks[0]}; at pass@{ks[-1]}, in points, seed by seed:"
@@ -150,7 +180,7 @@ def gains_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
     return f"{title}\n\n{markdown(['arm', *heads], rows)}\n\n- {chance}"
 
 
-def rewards_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
+def differences_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
     """Make a table of each arm less the one that it is compared with (`reference_of`); empty if there are none."""
     rows = []
     for arm in found:
@@ -164,7 +194,7 @@ def rewards_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str
     if not rows:
         return ""
     heads = [f"depth {depth}" for depth in depths]
-    return f"One arm less another, likewise:\n\n{markdown(['arms', *heads], rows)}"
+    return f"After RL, one arm less another, likewise:\n\n{markdown(['arms', *heads], rows)}"
 
 
 def reference_of(arm: str, found: Found) -> str:
@@ -176,15 +206,21 @@ def reference_of(arm: str, found: Found) -> str:
 
 
 def curves(found: Found, depths: Sequence[int], ks: Sequence[int]) -> dict[str, Lines]:
-    """Return pass@k over log2 k for the figure: a panel for each depth and reward, a line an arm, the start first."""
+    """Return pass@k over log2 k for the figure, a line an arm. Panels: each depth and reward, with the start as the
+    first line; or, where each arm has its own start, each depth before RL and after."""
+    own = own_starts(found)
     panels: dict[str, dict[str, list[list[tuple[float, float]]]]] = {}
     for depth in depths:
-        start = over_k({k: before(found, depth, k) for k in ks})
         for arm in found:
             name, _, reward = arm.partition(", ")
+            start = over_k({k: before(found, arm, depth, k) for k in ks})
+            end = over_k({k: after(found, arm, depth, k) for k in ks})
             title = ", ".join(filter(None, (f"depth {depth}: pass@k", reward)))
-            panel = panels.setdefault(title, {"start": start} if start else {})
-            panel[name] = over_k({k: after(found, arm, depth, k) for k in ks})
+            if own:
+                panels.setdefault(f"{title}, before RL", {})[name] = start
+                panels.setdefault(f"{title}, after RL", {})[name] = end
+            else:
+                panels.setdefault(title, {"start": start} if start else {})[name] = end
     return dict(panels)
 
 

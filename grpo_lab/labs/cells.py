@@ -110,9 +110,14 @@ class LabCell:
         return stage
 
 
+def folder_name(arm: str) -> str:
+    """Return the arm's name as folders have it."""
+    return arm.replace(", ", "_").replace(" ", "_")
+
+
 def record_file(folder: Path, arm: str, seed: int) -> Path:
     """Return the file in which the lab in ``folder`` keeps the record of one arm with one seed."""
-    return folder / f"{arm.replace(', ', '_').replace(' ', '_')}-{seed}" / "arm.json"
+    return folder / f"{folder_name(arm)}-{seed}" / "arm.json"
 
 
 def seeds_recorded(folder: Path, arm: str) -> list[int]:

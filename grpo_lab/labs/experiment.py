@@ -1,4 +1,4 @@
-"""An experiment: every arm trained from one start with every seed; a record for each, a table and a figure of all.
+"""An experiment: every arm trained with every seed; a record for each, a table and a figure of all.
 
 An arm with a seed is a cell (``labs/cells.py``), with a folder and a process of its own. A cell with an up-to-date
 record is never repeated; another begins, or continues from what is there. Cells run seed by seed, so that an
@@ -66,7 +66,7 @@ class Experiment:
             run, and beside the report. None: arms are not compared by a share.
         problems: options → number of held-out problems behind that share.
         settings: what a cell (arm, seed, options) is made from; None: that is known after ``prepare``.
-        start: options → the folder of the model that cells begin from; it is compared by its contents.
+        start: arm and options → the folder of the model that its cells begin from; it is compared by its contents.
         check: arms and options, before anything is made → facts of a dry run. ValueError: a mistake.
         kept, read: places in a cell's folder that its numbers are read from again; a record, its folder and the options
             → the record as it is shown.
@@ -84,14 +84,14 @@ class Experiment:
     result: Callable[[Record], float] | None = None
     problems: Callable[[Options], int | None] = lambda options: None
     settings: Callable[[str, int, Options], Mapping[str, Any] | None] = options_of_cell
-    start: Callable[[Options], Path | None] = lambda options: None
+    start: Callable[[str, Options], Path | None] = lambda arm, options: None
     check: Callable[[Sequence[str], Options], Mapping[str, str]] = lambda arms, options: {}
     kept: Sequence[str] = ()
     read: Callable[[Record, Path, Options], Record] = lambda record, folder, options: record
     odd: Callable[[Sequence[Path]], Sequence[str]] = lambda folders: ()
 
     def cell(self, arm: str, seed: int, options: Options) -> LabCell:
-        return LabCell.of(arm, seed, options.folder, self.settings(arm, seed, options), self.start(options))
+        return LabCell.of(arm, seed, options.folder, self.settings(arm, seed, options), self.start(arm, options))
 
     def shown(self, cells: Sequence[LabCell], options: Options) -> list[Record]:
         """Return the records of the cells that are up to date, as the report shows them."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from grpo_lab.evaluation.result import EvaluationResult, Outcome
-from grpo_lab.labs.capability import measured_at, points, report, side, verdict, whole_solution
+from grpo_lab.labs.capability import curves, measured_at, points, report, side, verdict, whole_solution
 
 SOLUTION = "Ann has 4*6=24 stamps.\nAnn has 24-5=19 stamps.\n#### 19"
 T_OF_TWO = 4.302652729911275
@@ -119,7 +119,27 @@ def test_the_report_says_gains_words_and_differences(tmp_path: Path) -> None:
     assert less.endswith("-20.0 ± 0.0; -50.0 ± 0.0 |")
     assert "3 of 8 intervals exclude 0; by chance 0.4 would" in text
     assert (tmp_path / "curves.png").stat().st_size > 10_000
-    assert (tmp_path / "table.md").read_text() == f"{text}\n"
+    assert rows[3].endswith("| loses; adds |")
+    assert f"{(tmp_path / 'table.md').read_text()}\n{(tmp_path / 'gains.md').read_text()}" == f"{text}\n"
+
+
+def test_arms_with_starts_of_their_own_are_held_against_these(tmp_path: Path) -> None:
+    """Each arm's gain is over what it measured itself: +10 and −20 points at depth 3, pass@1, at every seed."""
+    start = {"low": [0.2, 0.5, 0.0, 0.0], "high": [0.6, 0.9, 0.0, 0.0]}
+    end = {"low": [0.3, 0.5, 0.0, 0.0], "high": [0.4, 0.9, 0.0, 0.0]}
+    found = {arm: [run(seed, end[arm], start[arm]) for seed in range(3)] for arm in start}
+    text = report(found, Namespace(folder=tmp_path))
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[0] for row in rows[2:6]] == ["| (start of low)", "| (start of high)", "| low", "| high"]
+    assert rows[3].startswith("| (start of high) | 3 | 0.600 ± 0.000; 0.900 ± 0.000 |")
+    assert "| low | +10.0 ± 0.0; +0.0 ± 0.0: sharpens |" in text
+    assert "| high | -20.0 ± 0.0; +0.0 ± 0.0: loses |" in text
+    assert "| high − low | +10.0 ± 0.0; +40.0 ± 0.0 |" in text
+    titles = [f"depth {depth}: pass@k, {when} RL" for depth in (3, 4) for when in ("before", "after")]
+    panels = curves(found, [3, 4], [1, 8])
+    assert [*panels] == titles
+    assert [*panels[titles[0]]] == ["low", "high"]
+    assert panels[titles[0]]["high"] == [[(0.0, 0.6), (3.0, 0.9)]] * 3
 
 
 SHORT = {
@@ -132,14 +152,18 @@ SHORT = {
 
 
 @pytest.mark.slow
-def test_a_cell_in_short(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lab", "arm"),
+    [("capability", "edge, process"), ("capability_losses", "plain"), ("capability_bases", "small base")],
+)
+def test_a_cell_in_short(lab: str, arm: str, tmp_path: Path) -> None:
     words = [word for key, value in SHORT.items() for word in ("--set", key, str(value))]
-    at = ["lab", "capability", "--arms", "edge, process", "--seeds", "0", "--folder", str(tmp_path)]
+    at = ["lab", lab, "--arms", arm, "--seeds", "0", "--folder", str(tmp_path)]
     command = [sys.executable, "-m", "grpo_lab", *at, *words]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=one_thread, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (record,) = json.loads((tmp_path / "records.json").read_text())["edge, process"]
-    assert measured_at({"edge, process": [record]}) == ([3, 4, 5], [1, 8, 32, 128])
+    (record,) = json.loads((tmp_path / "records.json").read_text())[arm]
+    assert measured_at({arm: [record]}) == ([3, 4, 5], [1, 8, 32, 128])
     assert set(record["before"].values()) == set(record["after"].values()) == {0.0}
-    assert "| edge, process | 1 | 0.000; 0.000 |" in done.stdout
+    assert f"| {arm} | 1 | 0.000; 0.000 |" in done.stdout

@@ -101,11 +101,11 @@ def test_the_start_counts_by_what_it_holds(tmp_path: Path) -> None:
         place.mkdir()
         (place / "weights").write_text(held)
     for start in (one, moved, other):
-        run_experiment(counted(ran, start=lambda _, at=start: at, settings=lambda *_: {}), words(tmp_path / "lab"))
+        run_experiment(counted(ran, start=lambda *_, at=start: at, settings=lambda *_: {}), words(tmp_path / "lab"))
     assert len(ran) == 8
     (other / "weights").unlink()
     other.rmdir()  # the table is drawn without it
-    run_experiment(counted(ran, start=lambda _: other, settings=lambda *_: {}), words(tmp_path / "lab"))
+    run_experiment(counted(ran, start=lambda *_: other, settings=lambda *_: {}), words(tmp_path / "lab"))
     assert len(ran) == 8
 
 
