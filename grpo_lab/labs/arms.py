@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Annotated, Any
 
 from grpo_lab.evaluation.result import EvaluationResult, number_at
-from grpo_lab.io import is_local, looks_local, write_whole_text
+from grpo_lab.io import is_local, write_whole_text
 from grpo_lab.labs import LABS
 from grpo_lab.labs.cells import record_file
 from grpo_lab.labs.experiment import GENERATED, Experiment, Found, Options, Record, changes_asked
@@ -154,12 +154,10 @@ class Arms:
         return read_recipe(self.recipe(options), {**changes, **changes_asked(options)})
 
     def starts(self, options: Options) -> Starts:
-        """Return the models that arms begin from. Raises ValueError if the folder of a given one is missing."""
+        """Return the models that arms begin from."""
         given = str(options.start or self.said.start or "")
         if given == str(options.folder / "cold_start"):
             given = ""  # the lab's own: `make_ready` has put it there
-        if looks_local(given) and not is_local(given):
-            raise ValueError(f"`start` is {given!r}: no such folder; name a model by `--start`")
         own = dict[str, Changes]()
         for arm, (of_arm, of_condition) in self.said.cells.items():
             if isinstance(of_arm, str):  # a function may read the lab's start, which is made before
@@ -184,6 +182,7 @@ class Arms:
         """Return the settings that a cell's numbers depend on: its recipe, without what changes no number. None if the
         function that makes the arm lacks what ``prepare`` makes; the cell then reports the error."""
         starts = self.starts(options)
+        starts.check_given()
         try:
             changes = self.changes(arm, seed, options)
         except (OSError, ValueError):

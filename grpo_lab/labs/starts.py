@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.io import is_local, looks_local
 from grpo_lab.labs.cells import folder_name
 from grpo_lab.recipe.sections import ModelSection, Recipe, template_kwargs_of
 
@@ -76,6 +77,11 @@ class Starts:
             return self.lab
         first = next(one for one, changes in self.changes.items() if changes == self.changes[arm])
         return self.folder / f"cold_start_{folder_name(first)}"
+
+    def check_given(self) -> None:
+        """Raise ValueError if the given model is a folder, and missing."""
+        if looks_local(self.given) and not is_local(self.given):
+            raise ValueError(f"`start` is {self.given!r}: no such folder; name a model by `--start`")
 
     def check(self, arm: str) -> None:
         """Raise ValueError if a cold start is to make the arm's model, and the recipe has none."""

@@ -147,23 +147,28 @@ SHORT = {
     "cold_start.data.taught.n": 64, "cold_start.data.edge.n": 16,
     "cold_start.max_steps": 2, "cold_start.per_device_train_batch_size": 8, "data.n": 32, "max_steps": 1,
     "per_device_train_batch_size": 16, "max_completion_length": 12, "evaluation.n_samples": 128,
-    "evaluation.data.three.n": 1, "evaluation.data.four.n": 1, "evaluation.data.five.n": 1,
+    "evaluation.data.three.n": 1, "evaluation.data.four.n": 1,
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lab", "arm"),
-    [("capability", "edge, process"), ("capability_losses", "plain"), ("capability_bases", "small base")],
+    ("lab", "arm", "more"),
+    [
+        ("capability", "edge, process", {"evaluation.data.five.n": 1}),
+        ("capability_losses", "plain", {"steps_per_generation": 1}),
+        ("capability_bases", "share 10%", {}),
+    ],
 )
-def test_a_cell_in_short(lab: str, arm: str, tmp_path: Path) -> None:
-    words = [word for key, value in SHORT.items() for word in ("--set", key, str(value))]
+def test_a_cell_in_short(lab: str, arm: str, more: dict[str, int], tmp_path: Path) -> None:
+    words = [word for key, value in {**SHORT, **more}.items() for word in ("--set", key, str(value))]
     at = ["lab", lab, "--arms", arm, "--seeds", "0", "--folder", str(tmp_path)]
     command = [sys.executable, "-m", "grpo_lab", *at, *words]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=one_thread, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (record,) = json.loads((tmp_path / "records.json").read_text())[arm]
-    assert measured_at({arm: [record]}) == ([3, 4, 5], [1, 8, 32, 128])
+    depths = [3, 4, 5] if lab == "capability" else [3, 4]
+    assert measured_at({arm: [record]}) == (depths, [1, 8, 32, 128])
     assert set(record["before"].values()) == set(record["after"].values()) == {0.0}
     assert f"| {arm} | 1 | 0.000; 0.000 |" in done.stdout
