@@ -101,14 +101,14 @@ class Starts:
             return self._lab_made()
         if self.changes[arm].get("model") == LAB_START:
             self._lab_made()
-        return _cold_started(self.read(self.changes_of(arm)), self.place(arm))
+        return self._cold_started(self.changes_of(arm), self.place(arm))
 
     def _lab_made(self) -> str:
-        return self.given or _cold_started(self.read({}), self.lab)
+        return self.given or self._cold_started({}, self.lab)
 
+    def _cold_started(self, changes: Changes, place: Path) -> str:
+        from grpo_lab.pipelines.train import shared_start
 
-def _cold_started(recipe: Recipe, place: Path) -> str:
-    from grpo_lab.pipelines.train import shared_start
-
-    template_kwargs = template_kwargs_of(recipe.arguments)
-    return str(shared_start(recipe.model, recipe.cold_start, place, chat_template_kwargs=template_kwargs))
+        recipe = self.read(changes)
+        template_kwargs = template_kwargs_of(recipe.arguments)
+        return str(shared_start(recipe.model, recipe.cold_start, place, chat_template_kwargs=template_kwargs))

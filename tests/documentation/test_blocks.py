@@ -100,7 +100,7 @@ def test_yaml(block: Block) -> None:
             continue
         if "arms" in written:  # a lab.yaml, whole
             lab = Arms(read(LabFile, written), ROOT / "docs")
-            options = Options(recipe=None, start=None, set=[])
+            options = Options(recipe=None, start=None, set=[], folder=Path("nowhere"))
             for arm in lab.said.cells:
                 lab_config(numbers_read(read_recipe(lab.recipe(options), lab.changes(arm, 0, options))))
             continue
