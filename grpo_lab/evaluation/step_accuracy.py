@@ -26,6 +26,8 @@ MIDDLE = 0.5
 Array = NDArray[np.float64]
 Scored = Sequence[tuple[float, float]]
 """Pairs (score, label) of steps."""
+FirstSteps = Sequence[tuple[int | None, int | None]]
+"""Pairs (first wrong step that was said, true one) of solutions; None: no step is wrong."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +100,31 @@ def first_wrong_step(scores: Sequence[float | None]) -> int | None:
     return next((at for at, score in enumerate(scores) if score is not None and score < MIDDLE), None)
 
 
-def first_wrong_f1(pairs: Sequence[tuple[int | None, int | None]], draws: int = DRAWS, seed: int = 0) -> FirstWrong:
-    """Measure pairs (first wrong step that was said, true one), one a solution, None: no step is wrong. Raises
-    ValueError unless there are solutions of both kinds."""
-    found = np.array([said == true for said, true in pairs])
-    is_wrong = np.array([true is not None for _, true in pairs])
-    if not len(pairs) or is_wrong.all() or not is_wrong.any():
+def first_wrong_f1(problems: Sequence[FirstSteps], draws: int = DRAWS, seed: int = 0) -> FirstWrong:
+    """Measure first wrong steps, a list of solutions for each problem. Raises ValueError unless there are solutions of
+    both kinds."""
+    kinds = {true is None for solutions in problems for _, true in solutions}
+    if len(kinds) < 2:
         raise ValueError("F1 of first wrong steps needs solutions with a wrong step, and solutions without one")
-    drawn = np.random.default_rng(seed).integers(len(pairs), size=(draws, len(pairs)))
-    low, high = np.nanquantile([_f1(found[rows], is_wrong[rows]) for rows in drawn], [0.025, 0.975]).tolist()
-    f1 = Interval(_f1(found, is_wrong), low, high, len(pairs))
+    parts = [_found_and_wrong(solutions) for solutions in problems if solutions]
+    whole = np.concatenate(parts)
+    drawn = np.random.default_rng(seed).integers(len(parts), size=(draws, len(parts)))
+    values = [_f1(np.concatenate([parts[at] for at in places])) for places in drawn]
+    low, high = np.nanquantile(values, [0.025, 0.975]).tolist()
+    found = whole[:, 0]
+    is_wrong = whole[:, 1]
+    f1 = Interval(_f1(whole), low, high, len(parts))
     return FirstWrong(float(found[is_wrong].mean()), float(found[~is_wrong].mean()), f1)
 
 
-def _f1(found: NDArray[np.bool_], is_wrong: NDArray[np.bool_]) -> float:
+def _found_and_wrong(solutions: FirstSteps) -> NDArray[np.bool_]:
+    """Return a row for each solution: is its first wrong step found, and has it a wrong step?"""
+    return np.array([(said == true, true is not None) for said, true in solutions])
+
+
+def _f1(solutions: NDArray[np.bool_]) -> float:
+    found = solutions[:, 0]
+    is_wrong = solutions[:, 1]
     if is_wrong.all() or not is_wrong.any():
         return float("nan")
     of_wrong = float(found[is_wrong].mean())

@@ -27,7 +27,7 @@ Record = dict[str, Any]
 Found = dict[str, list[Record]]
 """Arm → its records, one per seed."""
 
-NOT_KNOWN = "what it is made from is known when the lab has made its start"
+NOT_KNOWN = "after the lab's `prepare`"
 """Reason why a cell is due whose settings cannot be read yet."""
 
 

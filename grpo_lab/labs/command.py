@@ -21,19 +21,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(known: argparse.Namespace) -> None:
-    """Run the lab's cells that have no up-to-date record; print the report, which is also written into the folder."""
+    """Run the lab's cells that have no up-to-date record; print the report, which is also written into the folder.
+    Raises ValueError for an option that has no effect on this lab."""
     if known.name in LABS:
         lab: Experiment = import_module(f"grpo_lab.labs.{known.name}").LAB
-        given = {"--recipe": known.recipe, "--start": known.start, "--set": lab.in_process and known.set}
-        for option in (option for option, value in given.items() if value):
-            if lab.in_process:
-                why = "trains nothing"
-            else:
-                why = "has a recipe of its own"
-            raise ValueError(f"{option} has no effect: lab {known.name!r} {why}, so leave it out")
+        _refuse_unused(known, lab)
     else:
         lab = Arms.read(known.name).experiment()
-    file = Path(known.name)
-    known.folder = known.folder or Path("runs/labs") / (file.stem if file.stem != "lab" else file.resolve().parent.name)
+    known.folder = known.folder or Path("runs/labs") / _name_of(Path(known.name))
     known.seeds = known.seeds or [*lab.seeds]
     run_experiment(lab, known)
+
+
+def _refuse_unused(known: argparse.Namespace, lab: Experiment) -> None:
+    """Refuse options that only a lab with a ``lab.yaml`` reads; ``--set`` also changes a lab that trains."""
+    why = "has a recipe of its own"
+    given = {"--recipe": known.recipe, "--start": known.start}
+    if lab.in_process:
+        why = "trains nothing"
+        given["--set"] = known.set
+    unused = [option for option, value in given.items() if value]
+    if unused:
+        raise ValueError(f"{unused[0]} has no effect: lab {known.name!r} {why}, so leave it out")
+
+
+def _name_of(lab: Path) -> str:
+    """Return a lab's name: that of its file, or of its folder if the file is called ``lab.yaml``."""
+    if lab.stem == "lab":
+        return lab.resolve().parent.name
+    return lab.stem

@@ -116,7 +116,8 @@ def verdicts(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> 
     collapsed."""
     planned = comparisons(found, losses, conditions)
     rows = [[loss, *(interval(of.get(loss, []), "+.1f") for of in planned.values())] for loss in losses]
-    said = ["Points of pass@1, seed by seed:", "", markdown(["loss", *planned], rows), ""]
+    head = "Points of pass@1, seed by seed. Each side is a mean over its columns above (`4 old`: exact and bf16):"
+    said = [head, "", markdown(["loss", *planned], rows), ""]
     intervals = [one for of in planned.values() for one in of.values() if len(one) > 1]
     for title, of in planned.items():
         apart = [f"{loss} {interval(one, '+.1f')}" for loss, one in of.items() if excludes_zero(one)]

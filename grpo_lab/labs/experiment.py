@@ -24,7 +24,6 @@ from typing import Any
 from grpo_lab.evaluation.power import power_said
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.cells import Found, LabCell, Record, seeds_recorded
-from grpo_lab.labs.cells import record_file as record_file
 from grpo_lab.labs.forks import LOCKED, CellForks
 from grpo_lab.recipe.yaml import parsed
 from grpo_lab.visible import print_errors_visibly
@@ -38,8 +37,6 @@ OF_THE_CALL = (
     "run_one", "dry_run",
 )  # fmt: skip
 """Options that say which cells run, where and how. No number depends on them."""
-
-
 MOST_NAMED = 12
 """Cells of one kind that a dry run names."""
 
@@ -161,7 +158,7 @@ def run_experiment(experiment: Experiment, options: Options) -> None:
     if runs or options.dry_run:
         facts = experiment.check(arms, options)
     if options.dry_run:
-        from grpo_lab.runs.console import show
+        from grpo_lab.runs.console import show  # it imports transformers
 
         show("cells", {**facts, **_plan(due), "folder": str(options.folder)})
         return
@@ -236,9 +233,13 @@ def _report(experiment: Experiment, arms: Sequence[str], cells: Sequence[LabCell
 
 
 def _shortened(why: str) -> str:
-    """Shorten a reason to its first differences, so that it fits in a line; `stage.json` has all of them."""
-    first, *more = why.split("; ")
-    return "; ".join([first, *more[:2], *([f"and {len(more) - 2} more"] if len(more) > 2 else [])])
+    """Shorten a reason to its first three differences, so that it fits in a line; `stage.json` has all of them."""
+    differences = why.split("; ")
+    said = "; ".join(differences[:3])
+    more = len(differences) - 3
+    if more > 0:
+        return f"{said}; and {more} more"
+    return said
 
 
 def _print(*said: str) -> None:
@@ -296,5 +297,7 @@ def peak_memory() -> float:
     status = Path("/proc/self/status")
     if not status.is_file():
         return math.nan
-    lines = status.read_text().splitlines()
-    return next((float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), math.nan)
+    for line in status.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return float(line.split()[1]) / 1024
+    return math.nan

@@ -21,6 +21,7 @@ LEGEND: Mapping[str, Any] = {"fontsize": 8, "frameon": False}
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Make a Markdown table."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
 
 
@@ -32,8 +33,10 @@ def spread(values: Sequence[float]) -> str:
     else:
         form = ".3f"
     said = [format(value, form) for value in values]
-    if len(values) < 2:
-        return said[0] if said else "–"
+    if not said:
+        return "–"
+    if len(said) == 1:
+        return said[0]
     return f"{fmean(values):{form}} ± {half_width_over_seeds(values) or 0.0:{form}} ({', '.join(said)})"
 
 
@@ -117,9 +120,11 @@ def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = Fals
     pyplot = pyplot_for(path)
     if pyplot is None:
         return
-    style: Any = {"drawstyle": "steps-post" if stairs else "default"}
-    beside = 1 if len(panels) == 1 else 2
-    rows = -(-len(panels) // beside)
+    style: Any = {}
+    if stairs:
+        style["drawstyle"] = "steps-post"
+    beside = min(2, len(panels))
+    rows = math.ceil(len(panels) / beside)
     figure, axes = pyplot.subplots(rows, beside, figsize=(4.8 * beside, 3.4 * rows), squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-from grpo_lab.evaluation.step_accuracy import first_wrong_f1, first_wrong_step, step_accuracy
+from grpo_lab.evaluation.step_accuracy import FirstSteps, first_wrong_f1, first_wrong_step, step_accuracy
 from grpo_lab.labs.experiment import GENERATED, Options
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import run_pipeline
@@ -88,7 +88,7 @@ class StepCheck:
     def run(self, workspace: Workspace) -> Facts:
         model = TokenClassificationSteps(self.model)
         pairs: dict[str, list[list[tuple[float, float]]]] = {"model": [], "equation_steps": []}
-        first: dict[str, list[tuple[int | None, int | None]]] = {"model": [], "equation_steps": []}
+        first: dict[str, list[FirstSteps]] = {"model": [], "equation_steps": []}
         for sampled in samples_in(Path(self.samples)):
             steps = [solution.steps for solution in solutions_of(sampled)]
             truth = [exact(own, sampled.columns["worked_solution"]) for own in steps]
@@ -100,7 +100,7 @@ class StepCheck:
             for name, found in scores.items():
                 both = [*zip(found, truth, strict=True)]
                 pairs[name].append([pair for own, right in both for pair in zip(own, right, strict=True)])
-                first[name] += [(first_wrong_step(own), first_wrong_step(right)) for own, right in both]
+                first[name].append([(first_wrong_step(own), first_wrong_step(right)) for own, right in both])
         return {
             name: {**step_accuracy(pairs[name]).to_dict(), "F1": first_wrong_f1(first[name]).f1.to_dict()}
             for name in pairs

@@ -49,10 +49,20 @@ def test_intervals_are_as_wide_as_problems_are_few() -> None:
 def test_first_wrong_steps() -> None:
     assert first_wrong_step([0.9, None, 0.4, 0.1]) == 2
     assert first_wrong_step([0.5, None]) is None
-    pairs = [(2, 2), (1, 2), (0, 0), (2, 1), (None, None), (None, None), (1, None), (None, None)]
-    found = first_wrong_f1(pairs)
-    assert (found.wrong, found.right) == (0.5, 0.75)
+    problems = [[(2, 2), (1, 2), (0, 0)], [], [(2, 1), (None, None), (None, None), (1, None)], [(None, None)]]
+    found = first_wrong_f1(problems)
+    assert (found.wrong, found.right, found.f1.n) == (0.5, 0.75, 3)
     assert found.f1.value == pytest.approx(2 * 0.5 * 0.75 / 1.25)
-    assert first_wrong_f1([(1, 0), (1, None)]).f1.value == 0
-    with pytest.raises(ValueError, match="solutions without one"):
-        first_wrong_f1([(1, 1)])
+    assert first_wrong_f1([[(1, 0), (1, None)]]).f1.value == 0
+    for one_kind in ([], [[(1, 1)]], [[(None, None)]]):
+        with pytest.raises(ValueError, match="solutions without one"):
+            first_wrong_f1(one_kind)
+
+
+def test_intervals_of_first_wrong_steps_are_over_problems() -> None:
+    """Four copies of each solution within its problem say nothing more."""
+    draw = random.Random(2)
+    problems = [[(draw.choice([None, 0, 1]), draw.choice([None, 0]))] for _ in range(60)]
+    plain = first_wrong_f1(problems).f1
+    copied = first_wrong_f1([one * 4 for one in problems]).f1
+    assert (copied.low, copied.high) == pytest.approx((plain.low, plain.high))

@@ -12,7 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from grpo_lab.labs.experiment import program, record_file
+from grpo_lab.labs.cells import record_file
+from grpo_lab.labs.experiment import program
 from grpo_lab.labs.forks import LOCKED, CellForks
 from grpo_lab.labs.tables import spread, table
 from grpo_lab.visible import print_errors_visibly
