@@ -110,17 +110,16 @@ def test_the_local_list_form_gives_other_values_on_the_same_rows(
 def test_stock_trl_refuses_split_groups_and_says_so(worlds: dict[int, World]) -> None:
     """In stock TRL the same object works while groups are whole, and otherwise raises, on every rank."""
     assert [rank["error"] for rank in worlds[1].report("stock-group-split")["ranks"]] == [None]
-    for processes in (2, 4):
-        for rank in worlds[processes].report("stock-group-split")["ranks"]:
-            assert "needs whole groups of num_generations=4" in rank["error"]
-            assert "Use grpo_lab.LabTrainer" in rank["error"]
+    for rank in worlds[2].report("stock-group-split")["ranks"]:
+        assert "needs whole groups of num_generations=4" in rank["error"]
+        assert "Use grpo_lab.LabTrainer" in rank["error"]
 
 
 def test_stock_trl_agrees_while_groups_are_whole(worlds: dict[int, World]) -> None:
     name = "rewards/kimi_length_reward/mean"
     expected = [row[name] for row in worlds[1].steps("stock-group-whole")]
     assert any(expected)
-    for processes in WORLDS:
+    for processes in (1, 2):
         assert [rank["error"] for rank in worlds[processes].report("stock-group-whole")["ranks"]] == [None] * processes
         assert [row[name] for row in worlds[processes].steps("stock-group-whole")] == pytest.approx(
             expected,

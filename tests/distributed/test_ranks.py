@@ -87,22 +87,21 @@ def test_same_weights(case: Case, processes: int, worlds: dict[int, World], tiny
     assert difference / moved <= bound
 
 
-@pytest.mark.parametrize("processes", SEVERAL)
 def test_exact_equals_off_where_the_rows_of_a_step_depend_on_the_world(
-    processes: int, worlds: dict[int, World], tiny_folder: Path
+    worlds: dict[int, World], tiny_folder: Path
 ) -> None:
     """Two steps a generation: TRL shuffles each rank's rows before it cuts them, so only the same world can be
     compared."""
     names = [f"two-steps-a-generation-{update}" for update in ("exact", "off", "stock")]
-    exact, off, stock = (worlds[processes].weights(name) for name in names)
+    exact, off, stock = (worlds[2].weights(name) for name in names)
     start = first_weights(tiny_folder)
     moved, bound = relative_difference(start, stock), rounding(stock, start, steps=4)
     assert relative_difference(exact, stock) / moved <= bound, "stock TRL in the same world"
     assert relative_difference(off, stock) / moved <= bound
     other = relative_difference(worlds[1].weights(names[0]), stock) / moved
     assert other > 10 * bound, "then it could join the cases above"
-    assert all(row["update/computed_share"] < 1 for row in worlds[processes].steps(names[0]))
-    assert all(row["update/computed_share"] == 1 for row in worlds[processes].steps(names[1]))
+    assert all(row["update/computed_share"] < 1 for row in worlds[2].steps(names[0]))
+    assert all(row["update/computed_share"] == 1 for row in worlds[2].steps(names[1]))
 
 
 @pytest.mark.parametrize("name", [*TRLS, "chosen-tokens"])
@@ -149,8 +148,7 @@ def test_same_loss_rewards_and_metrics(case: Case, processes: int, worlds: dict[
             assert several["update/live_share"] == pytest.approx(one["update/live_share"], rel=FEW)
 
 
-@pytest.mark.parametrize("processes", SEVERAL)
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo"])
+@pytest.mark.parametrize(("name", "processes"), [("grpo", 2), ("dr_grpo", 2), ("dr_grpo", 4), ("gspo", 4)])
 def test_advantages_are_of_whole_groups(name: str, processes: int, worlds: dict[int, World]) -> None:
     """The middle group lies on two ranks, or all groups do; advantages are those of one process, to the bit on any CPU:
     every rank computes them from the same whole table, with the same shapes."""

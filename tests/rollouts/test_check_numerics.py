@@ -28,6 +28,7 @@ from grpo_lab.engines.vllm.server import Server, ServerOptions
 from grpo_lab.engines.weights.adapter import AdapterFiles, adapter_tensors
 from grpo_lab.engines.weights.proof import tolerance_for
 from grpo_lab.engines.weights.sync import load_into_runner, push_weights, worker_runner
+from grpo_lab.pipelines import check_numerics
 from grpo_lab.pipelines.check_numerics import TOOLS, first_difference, measure, write_transcripts
 from grpo_lab.testing import tiny_model
 from ports import free_port
@@ -40,6 +41,14 @@ PROMPTS = [[{"role": "user", "content": f"What is {k} times {k + 7}?"}] for k in
 TURNS, LENGTH = 3, 340
 LONGER = ["--turns", "3", "--length", "460", "--prompts", "2"]  # the prompts of word_problems take more
 ENGINE: Any = {"kv_cache_gib": 0.25, "max_model_len": LENGTH}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_prefixes() -> Iterator[None]:
+    """The engine reads each part of a transcript without its cache: most of a check's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_numerics, "PREFIXES", 16)
+        yield
 
 
 @pytest.fixture(scope="module")
