@@ -123,7 +123,7 @@ class Target(TrainerCallback):  # type: ignore[misc]
 
 
 def recipe_of(options: argparse.Namespace, seed: int, folder: Path) -> Recipe:
-    """The entry's recipe with a seed of its weights, its problems and its sampling."""
+    """Read the entry's recipe, with a seed for its weights, its problems and its sampling."""
     seeds = {"seed": seed, "data.seed": seed, "cold_start.data.seed": seed}
     silent = {"output_dir": str(folder), "report_to": "none", "disable_tqdm": True}
     changes = {**changes_asked(options), **seeds, **silent}
@@ -131,7 +131,7 @@ def recipe_of(options: argparse.Namespace, seed: int, folder: Path) -> Recipe:
 
 
 def broken_rules(recipe: Recipe) -> list[str]:
-    """What an entry's recipe has otherwise than the rules allow; they are the base line's own settings."""
+    """Return what breaks a rule in an entry's recipe. What the rules fix is as in the base line's recipe."""
     rules = read_recipe(ROOT / BASE_LINE)
     said = []
     if recipe.model.tiny is None:
@@ -146,19 +146,19 @@ def broken_rules(recipe: Recipe) -> list[str]:
 
 
 def judged_by(recipe: Recipe) -> tuple[Any, Any]:
-    """Held-out rows, and what says that an answer is right."""
+    """Return the settings of the held-out rows, and of what says that an answer is right."""
     return recipe.evaluation.data, recipe.evaluation.reward
 
 
 def asked_of(section: DataSection, *free: str) -> dict[str, Any]:
-    """A section of rows without its seed, and without what else is ``free``."""
+    """Return a section of rows without its seed, and without what else is ``free``."""
     plain = asdict(section)
     plain["arguments"] = {name: one for name, one in plain["arguments"].items() if name not in ("seed", *free)}
     return plain
 
 
 def run(options: argparse.Namespace, seed: int) -> Record:
-    """One training from random weights to the target. SystemExit: it never gets there."""
+    """Train from random weights to the target. Raises SystemExit if it is never reached."""
     whole = Clock()
     cold = Clock()
     learning = Clock()
@@ -209,7 +209,7 @@ def make_start(job: Job, folder: Path, clock: Clock, stock: bool) -> None:
 
 
 def trainer_of(job: Job, recipe: Recipe, start: Path, stock: bool) -> Any:
-    """The trainer of the reinforcement learning: the recipe's, or TRL's with the same objective."""
+    """Make the trainer of the reinforcement learning: the recipe's, or TRL's with the same objective."""
     model = AutoModelForCausalLM.from_pretrained(start)
     tokenizer = AutoTokenizer.from_pretrained(start)
     how = {"reward_funcs": job.rewards, "train_dataset": job.rows, "processing_class": tokenizer}
@@ -220,7 +220,8 @@ def trainer_of(job: Job, recipe: Recipe, start: Path, stock: bool) -> Any:
 
 
 def stock_settings(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's settings as TRL's, its objective in TRL's words. SystemExit: TRL has no such setting."""
+    """Return the recipe's settings as TRL's, its objective in TRL's words. Raises SystemExit for a setting that TRL has
+    not."""
     settings = dict(recipe.arguments)
     if settings.pop("objective") != "dr_grpo":
         raise SystemExit("--stock needs `objective: dr_grpo`: it is put into TRL's settings")
@@ -230,8 +231,8 @@ def stock_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def entry(options: argparse.Namespace) -> Record:
-    """All runs of an entry, and where they were made."""
-    imports = time.time() - psutil.Process().create_time()
+    """Make all runs of an entry; return them, and where they were made."""
+    imports = time.time() - psutil.Process().create_time()  # all that came before
     load = os.getloadavg()[0]
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(cores)
@@ -256,17 +257,18 @@ def entry(options: argparse.Namespace) -> Record:
 
 
 def processor() -> str:
-    """The processor's name, as Linux has it."""
+    """Return the processor's name, as Linux has it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
 
 
 def git(*words: str) -> str:
+    """Return what a git command prints."""
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def command_of(options: argparse.Namespace) -> str:
-    """What makes the entry, below ``python scripts/speedrun.py``."""
+    """Return what follows ``python scripts/speedrun.py`` in the command that makes the entry."""
     words = ["--name", options.name]
     if options.recipe != BASE_LINE:
         words += ["--recipe", options.recipe]
@@ -278,7 +280,7 @@ def command_of(options: argparse.Namespace) -> str:
 
 
 def refuse_entry(options: argparse.Namespace) -> None:
-    """SystemExit: the recipe breaks a rule, or the commit is not what runs."""
+    """Raise SystemExit if the recipe breaks a rule, or if the last commit is not what runs."""
     said = broken_rules(recipe_of(options, 0, Path("unused")))
     if options.target != TARGET:
         said.append(f"--target is {options.target}, and {TARGET} is the rules'")
@@ -304,28 +306,48 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     return asked.parse_args(words)
 
 
+def run_all(enter: bool) -> None:
+    """Run our entries, each in a process of its own. Raises SystemExit, after the others, if one failed."""
+    failed = []
+    for name, words in OURS.items():
+        command = [sys.executable, __file__, "--name", name, *words]
+        if enter:
+            command.append("--enter")
+        if subprocess.run(command, check=False).returncode:
+            failed.append(name)
+    if failed:
+        raise SystemExit(f"not measured: {', '.join(failed)}")
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Make an entry, and print it; with ``--enter`` put it among the records in place of that."""
+    if options.enter:
+        refuse_entry(options)
+    hf_logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    found = entry(options)
+    if not options.enter:
+        print(json.dumps(found, indent=1))
+        return
+    records = entered(json.loads(RECORDS.read_text(encoding="utf-8")), found)
+    write_whole_text(RECORDS, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+    write_table()
+
+
+def write_table() -> None:
+    """Write the records' table into the page."""
+    records = json.loads(RECORDS.read_text(encoding="utf-8"))
+    write_whole_text(PAGE, page_with(PAGE.read_text(encoding="utf-8"), records))
+
+
 def main() -> None:
     options = options_of()
     if options.all:
-        enter = ["--enter"] if options.enter else []
-        commands = {name: [sys.executable, __file__, "--name", name, *words, *enter] for name, words in OURS.items()}
-        failed = [name for name, command in commands.items() if subprocess.run(command, check=False).returncode]
-        if failed:
-            raise SystemExit(f"not measured: {', '.join(failed)}")
-        return
-    if not options.table:
-        if options.enter:
-            refuse_entry(options)
-        hf_logging.set_verbosity_error()
-        datasets.disable_progress_bars()
-        found = entry(options)
-        if not options.enter:
-            print(json.dumps(found, indent=1))
-            return
-        records = entered(json.loads(RECORDS.read_text(encoding="utf-8")), found)
-        write_whole_text(RECORDS, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
-    records = json.loads(RECORDS.read_text(encoding="utf-8"))
-    write_whole_text(PAGE, page_with(PAGE.read_text(encoding="utf-8"), records))
+        run_all(options.enter)
+    elif options.table:
+        write_table()
+    else:
+        measure(options)
 
 
 if __name__ == "__main__":

@@ -26,23 +26,24 @@ Record = dict[str, Any]
 
 
 def entered(records: Sequence[Record], found: Record) -> list[Record]:
-    """``records`` with the one that was ``found`` in place of an earlier one of that entry on as many cores."""
+    """Return ``records`` with the one that was ``found``, in place of an earlier one of that entry on as many cores."""
     others = [one for one in records if place(one) != place(found)]
     return sorted([*others, found], key=lambda one: (one["cores"], slower(one)))
 
 
 def place(record: Record) -> tuple[str, int]:
+    """Return the entry and its number of cores: there is one record of each."""
     return record["entry"], record["cores"]
 
 
 def slower(record: Record) -> float:
-    """Seconds of training of the slower run."""
+    """Return the seconds of training of the slower run."""
     return max(float(one["training"]["wall"]) for one in record["runs"])
 
 
 def table(records: Sequence[Record]) -> str:
-    """A line an entry, the fastest on two cores first; in each cell its runs, in the order of their seeds. Below it
-    each entry's command."""
+    """Make a table with a row for each entry, the fastest on two cores first; a cell has its runs in the order of their
+    seeds. Each entry's command follows."""
     by_place = {place(one): one for one in records}
     on_two = sorted((one for one in records if one["cores"] == CORES), key=slower)
     if not on_two:
@@ -56,7 +57,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def cells(record: Record) -> list[str]:
-    """An entry's cells of two cores."""
+    """Return an entry's cells, but for those of one core."""
     runs = record["runs"]
     besides = (f"{record['imports']:.1f}", of_runs(record, "set_up", "wall"), of_runs(record, "evaluations", "wall"))
     return [
@@ -73,12 +74,12 @@ def cells(record: Record) -> list[str]:
 
 
 def of_runs(record: Record | None, part: str, kind: str) -> str:
-    """Seconds of each run of a record; a dash without one."""
+    """Return the seconds of each run of a record; a dash without one."""
     if record is None:
         return "–"
     return ", ".join(f"{one[part][kind]:.1f}" for one in record["runs"])
 
 
 def page_with(text: str, records: Sequence[Record]) -> str:
-    """``text`` with the table between its marks."""
+    """Return ``text`` with the table between its marks."""
     return BLOCK.sub(lambda found: found[1] + table(records), text)

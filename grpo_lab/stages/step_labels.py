@@ -5,8 +5,8 @@ From the end of each step (a line that is not blank) a model writes K completion
     hard    y = 1 if any of the K answers is right, else 0      Math-Shepherd (arXiv 2312.08935), eq. 3
     soft    y = (right answers) / K                             eq. 4
 
-The last step of a solution is its answer, so its label is whether that answer is right. Nobody labels anything by hand,
-and a label depends on who goes on: a weak model makes little of a right step.
+The last step of a solution is its answer, so its label is whether that answer is right. Nobody labels anything by hand.
+A label depends on the model that goes on: a weak one seldom gets from a right step to a right answer.
 
 A row is in TRL's stepwise form: ``prompt``, ``completions`` (the steps) and ``labels`` (one number in [0, 1] a step).
 """
@@ -104,7 +104,7 @@ class Solution:
 
 
 def solutions_of(sampled: Sampled) -> list[Solution]:
-    """Return the samples of one problem that have a step."""
+    """Return the samples of one problem, without those that have no step."""
     found = []
     for completion, score in zip(sampled.completions, sampled.scores, strict=True):
         text = completion_text(completion)
@@ -140,7 +140,10 @@ def whole_answers(
     asked = []
     answers = []
     for prompt, start, completion in zip(prompts, begun, completions, strict=True):
-        question = prompt.removesuffix(start) if isinstance(prompt, str) else prompt[:-1]
+        if isinstance(prompt, str):
+            question = prompt.removesuffix(start)
+        else:
+            question = prompt[:-1]
         asked.append(question)
         answers.append(in_form_of(question, start + completion_text(completion)))
     return reward(prompts=asked, completions=answers, **columns)
