@@ -120,7 +120,7 @@ def power_said(
             why = "no arm has two seeds"
         else:
             why = "all seeds of an arm came out alike"
-        return f"power: {why} and --spread says nothing, so nobody knows how many seeds it takes; 3 are a pilot"
+        return f"power: not known, since {why} and there is no --spread; three seeds make a pilot"
     lines = [f"power: spread {sd:.1f} points over seeds ({source}){_of_evaluation(whole, problems)}"]
     if difference is not None:
         needed = seeds_needed(difference, sd, POWER, LEVEL)

@@ -31,8 +31,8 @@ def test_power_from_a_pilot_by_hand() -> None:
 
 
 def test_power_without_a_spread_says_so() -> None:
-    assert power_said([[0.5]], 3).startswith("power: no arm has two seeds and --spread says nothing")
-    assert power_said([[0.5, 0.5]], 3).startswith("power: all seeds of an arm came out alike and --spread")
+    assert power_said([[0.5]], 3).startswith("power: not known, since no arm has two seeds and there is no --spread")
+    assert power_said([[0.5, 0.5]], 3).startswith("power: not known, since all seeds of an arm came out alike and")
     assert "1 seed an arm sees no difference" in power_said([], 1, spread=2.0)
     for wrong in ({"spread": 0.0}, {"difference": -1.0}):
         with pytest.raises(ValueError, match=r"--\w+ is -?\d\.0 points; a number above 0 is needed"):
