@@ -27,10 +27,19 @@ ORDER = (
         "metrics",
         "ports",
         "resume",
-        "supervised",
         "critic",
     ),
-    *("exactness", "step", "generation", "scoring", "arguments", "step_components", "lab_trainer", "named"),
+    *(
+        "exactness",
+        "supervised",
+        "step",
+        "generation",
+        "scoring",
+        "arguments",
+        "step_components",
+        "lab_trainer",
+        "named",
+    ),
 )
 
 

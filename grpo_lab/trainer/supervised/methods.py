@@ -20,16 +20,14 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from datasets import Dataset
-from trl import DistillationConfig, DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import DistillationConfig, DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig
 
 from grpo_lab.data.fusion import CONTINUES
 from grpo_lab.engines.generators import in_form_of, render_pair, render_pairs
@@ -38,9 +36,9 @@ from grpo_lab.trainer.metrics.trackers import tracked
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import EARLIER, check_choices
 from grpo_lab.trainer.supervised.distillation import Distillation
+from grpo_lab.trainer.supervised.packed_sft import PackedSFTTrainer
 from grpo_lab.trainer.supervised.step_classifier import StepClassifier, StepClassifierConfig
 from grpo_lab.trainer.trl_bridge.forwards import scored_alone
-from grpo_lab.update.plan import Rows, plan_update
 
 logger = logging.getLogger("grpo_lab")
 
@@ -245,34 +243,7 @@ def trl_of(method: str) -> tuple[Any, Any]:
         "reward": (RewardConfig, RewardTrainer),
         "steps": (StepClassifierConfig, StepClassifier),
         "distill": (DistillationConfig, Distillation),
-    }.get(method, (SFTConfig, SFTInBins))
-
-
-class SFTInBins(SFTTrainer):  # type: ignore[misc]
-    """TRL's SFT trainer that forwards a batch of text in bins of rows of like length, each as wide as its longest row.
-
-    TRL's loss is the sum over the tokens of the optimizer step, divided by their number. So the gradient is that of the
-    batch in one piece. Not used if several ranks or shards step together: their numbers of bins differ.
-    """
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        whole = functools.partial(super().training_step, model)
-        alone = self.accelerator.distributed_type == DistributedType.NO and num_items_in_batch is not None
-        if not alone or set(inputs) != {"input_ids", "attention_mask", "labels"}:
-            return whole(inputs, num_items_in_batch)
-        mask = inputs["attention_mask"]
-        trained = (inputs["labels"][:, 1:] != -100).sum(1)
-        lengths = mask.sum(1)
-        [bins] = plan_update(Rows(lengths, torch.zeros_like(lengths), trained > 0), 1, mask.numel()).bins
-        if len(bins) == 1:
-            return whole(inputs, num_items_in_batch)
-        parts = [{name: value[rows, : int(lengths[rows].max())] for name, value in inputs.items()} for rows in bins]
-        loss = torch.stack([whole(part, num_items_in_batch) for part in parts]).sum()
-        weights = [int(trained[rows].sum()) / int(trained.sum()) for rows in bins]
-        for name in ("entropy", "mean_token_accuracy"):  # means over a part's tokens, of which TRL logs the mean
-            values = self._metrics["train"][name]
-            values[-len(bins) :] = [sum(map(operator.mul, weights, values[-len(bins) :]))]
-        return loss
+    }.get(method, (SFTConfig, PackedSFTTrainer))
 
 
 def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float = 0.0) -> torch.Tensor:

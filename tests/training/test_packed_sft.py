@@ -1,9 +1,10 @@
-"""SFT goes through the model in bins of rows of like length, and through the head where a token is trained on: the
-training is TRL's."""
+"""SFT goes through the model in packed rows, and through the head where a token is trained on: the training is
+TRL's."""
 
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from trl.trainer import utils as trl_utils
 
 from grpo_lab.engines.generators import render_prompt
 from grpo_lab.testing import THINKING_TEMPLATE, TOOLS_TEMPLATE, tiny_model
+from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.supervised import methods
-from grpo_lab.trainer.supervised.methods import SFTInBins, train_by
+from grpo_lab.trainer.supervised.methods import train_by
+from grpo_lab.trainer.supervised.packed_sft import PackedSFTTrainer, common_tokens
 from grpo_lab.trainer.trl_bridge.forwards import scored_alone
 
 ROWS = [{"prompt": "2+3=" + "1+" * (7 * i % 11), "completion": "5" * (1 + 13 * i % 29)} for i in range(32)]
@@ -48,11 +51,12 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type, **more: A
     class Counting:
         @staticmethod
         def apply(hidden: torch.Tensor, *rest: Any) -> Any:
-            seen[-1] = (*seen[-1], hidden.size(0))
+            if seen and len(seen[-1]) == 2:  # else it is a forward that only compares
+                seen[-1] = (*seen[-1], hidden.size(0))
             return head.apply(hidden, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(methods, "SFTInBins", kind)
+        patch.setattr(methods, "PackedSFTTrainer", kind)
         patch.setattr(SFTTrainer, "compute_loss", looked_at)
         patch.setattr(trl_utils, "_ChunkedLogProbFunction", Counting)
         methods.trl_of.cache_clear()
@@ -74,19 +78,71 @@ def test_the_training_is_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
         "logging_steps": 2 // accumulated,
     }
     stock, stock_logs, whole = trained(tmp_path / "stock", monkeypatch, SFTTrainer, **more)
-    ours, our_logs, bins = trained(tmp_path / "ours", monkeypatch, SFTInBins, **more)
+    ours, our_logs, packed = trained(tmp_path / "ours", monkeypatch, PackedSFTTrainer, **more)
+    assert_same(stock, ours, stock_logs, our_logs)
+    assert [shape[0] for shape in whole] == [8] * 6
+    assert [shape[0] for shape in packed] == [1] * 6
+    assert ours.config._attn_implementation == stock.config._attn_implementation == "sdpa"
+    logged = [line["num_tokens"] for line in our_logs if "num_tokens" in line][-1]
+    # all rows begin with "2+3=", which is computed once instead of eight times
+    assert sum(shape[1] for shape in packed) <= logged - 4 * (48 - 6)
+    assert sum(shape[1] for shape in packed) < 0.8 * sum(a * b for a, b, _ in whole)  # nothing is padded
+    targets = sum(shape[2] for shape in whole)
+    assert targets == sum(shape[2] for shape in packed)  # both without positions that have no label
+    assert targets < 0.7 * sum(a * (b - 1) for a, b, _ in whole)
+
+
+def assert_same(stock: Any, ours: Any, stock_logs: list[Any], our_logs: list[Any]) -> None:
     for (name, expected), found in zip(stock.state_dict().items(), ours.state_dict().values(), strict=True):
         assert torch.allclose(expected, found, atol=1e-5), name
     for one, other in zip(stock_logs[:-1], our_logs[:-1], strict=True):
         for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm"):
             assert one.get(name) == pytest.approx(other.get(name), rel=1e-5), name
-    assert [shape[0] for shape in whole] == [8] * 6
-    assert sum(shape[0] for shape in bins) == 48
-    assert len(bins) > 6
-    assert sum(a * b for a, b, _ in bins) < 0.9 * sum(a * b for a, b, _ in whole)  # less is padded
-    targets = sum(shape[2] for shape in whole)
-    assert targets == sum(shape[2] for shape in bins)  # both without positions that have no label
-    assert targets < 0.7 * sum(a * (b - 1) for a, b, _ in whole)
+
+
+@pytest.mark.not_fast
+def test_a_model_that_reads_more_than_its_attention_sees_is_trained_as_by_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Planted: positions that go on from row to row. The first rows, computed both ways, tell it."""
+    right = trl_bridge.packed_row
+
+    def wrong(*given: Any) -> trl_bridge.PackedRow | None:
+        made = right(*given)
+        assert made is not None
+        return replace(made, position_ids=7 * torch.arange(made.input_ids.size(1)).unsqueeze(0))
+
+    stock, stock_logs, whole = trained(tmp_path / "stock", monkeypatch, SFTTrainer, max_steps=2)
+    monkeypatch.setattr(trl_bridge, "packed_row", wrong)
+    ours, our_logs, found = trained(tmp_path / "ours", monkeypatch, PackedSFTTrainer, max_steps=2)
+    assert_same(stock, ours, stock_logs, our_logs)
+    assert found == whole
+    assert "log-probs of packed rows differ" in caplog.text
+
+
+def test_what_rows_begin_with() -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
+    assert common_tokens(ids, torch.tensor([[-100, -100, -100, 8], [-100] * 4])) == 3
+    assert common_tokens(ids, torch.tensor([[-100, 6, 7, 8], [-100] * 4])) == 1  # a label is scored in each row
+    assert common_tokens(ids, ids) == 1
+    assert common_tokens(torch.tensor([[4, 6], [5, 6]]), torch.full((2, 2), -100)) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"neftune_noise_alpha": 5.0}, "neftune"), ({"label_smoothing_factor": 0.1}, "label_smoothing"), ({}, "dropout")],
+)
+def test_what_is_not_packed(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    model, tokenizer = tiny_model(hidden_size=16, num_layers=1, num_heads=2)
+    if said == "dropout":
+        model.config.attention_dropout = 0.1
+        model.model.layers[0].self_attn.attention_dropout = 0.1
+    found: list[Any] = []
+    with pytest.raises(ValueError, match="no step was trained"):
+        train_by(
+            "sft", model, tokenizer, Dataset.from_list(ROWS), tmp_path, {**ARGUMENTS, **settings}, train=found.append
+        )
+    assert said in found[0].because
 
 
 def test_only_inside_the_block_and_only_on_a_cpu() -> None:
