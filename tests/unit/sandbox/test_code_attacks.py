@@ -125,6 +125,7 @@ def nothing_paid(found: dict[str, float | None]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(but="all walls")  # the tester, and no wall, keeps answers apart
 def test_nothing_is_paid_for_a_forged_answer(reward: CodeReward, no_process_left: None) -> None:
     nothing_paid(scores(reward, FORGED))
     assert scores(reward, {"right": "def add(a, b):\n    return a + b"}) == {"right": 1.0}
@@ -132,6 +133,7 @@ def test_nothing_is_paid_for_a_forged_answer(reward: CodeReward, no_process_left
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(but="all walls")
 def test_nothing_is_paid_for_a_row_s_form(reward: CodeReward, no_process_left: None) -> None:
     programs, tests = zip(*ON_FORMS.values(), strict=True)
     nothing_paid(dict(zip(ON_FORMS, reward(completions=programs, tests=tests), strict=True)))
@@ -139,6 +141,7 @@ def test_nothing_is_paid_for_a_row_s_form(reward: CodeReward, no_process_left: N
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(cases="all walls")  # the other two sets have each wall of it
 def test_nothing_is_taken_beyond_the_limits(
     settings: dict[str, Any], no_process_left: None, apart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +162,7 @@ def test_nothing_is_taken_beyond_the_limits(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(cases=["Landlock 3", "Landlock 5"])
 @pytest.mark.parametrize("settings", NAMED_WALLS, indirect=True)
 def test_nothing_outside_is_touched(
     reward: CodeReward,
