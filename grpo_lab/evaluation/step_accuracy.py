@@ -103,9 +103,10 @@ def first_wrong_step(scores: Sequence[float | None]) -> int | None:
 def first_wrong_f1(problems: Sequence[FirstSteps], draws: int = DRAWS, seed: int = 0) -> FirstWrong:
     """Measure first wrong steps, a list of solutions for each problem. Raises ValueError unless there are solutions of
     both kinds."""
-    kinds = {true is None for solutions in problems for _, true in solutions}
-    if len(kinds) < 2:
-        raise ValueError("F1 of first wrong steps needs solutions with a wrong step, and solutions without one")
+    wrong = [true is not None for solutions in problems for _, true in solutions]
+    if all(wrong) or not any(wrong):
+        needed = "F1 of first wrong steps needs solutions with a wrong step, and solutions without one"
+        raise ValueError(f"{needed}: {sum(wrong)} of {len(wrong)} have one")
     parts = [_found_and_wrong(solutions) for solutions in problems if solutions]
     whole = np.concatenate(parts)
     drawn = np.random.default_rng(seed).integers(len(parts), size=(draws, len(parts)))

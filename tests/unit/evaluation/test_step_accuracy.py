@@ -54,8 +54,8 @@ def test_first_wrong_steps() -> None:
     assert (found.wrong, found.right, found.f1.n) == (0.5, 0.75, 3)
     assert found.f1.value == pytest.approx(2 * 0.5 * 0.75 / 1.25)
     assert first_wrong_f1([[(1, 0), (1, None)]]).f1.value == 0
-    for one_kind in ([], [[(1, 1)]], [[(None, None)]]):
-        with pytest.raises(ValueError, match="solutions without one"):
+    for one_kind, seen in (([], "0 of 0"), ([[(1, 1)]], "1 of 1"), ([[(None, None)]], "0 of 1")):
+        with pytest.raises(ValueError, match=f"solutions without one: {seen} have one"):
             first_wrong_f1(one_kind)
 
 
