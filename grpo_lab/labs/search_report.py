@@ -9,7 +9,7 @@ from typing import Any
 from grpo_lab.evaluation.statistics import Interval, accuracy_interval, clustered_interval, paired_difference
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Found, Options
-from grpo_lab.labs.tables import Lines, draw, markdown
+from grpo_lab.labs.tables import draw, markdown
 
 BASELINE = "majority"
 """Method that the others are compared with."""
@@ -18,7 +18,7 @@ LOOP_MEASURES = {"greedy": "greedy", "search": "tree search, value", "majority":
 
 
 def report(found: Found, options: Options) -> str:
-    """Write ``table.md`` and the figures; return the text to print."""
+    """Write ``table.md`` and ``curves.png``; return the text to print."""
     records = [record for runs in found.values() for record in runs]
     methods = by_method([record for record in records if "methods" in record])
     parts = []
@@ -30,7 +30,6 @@ def report(found: Found, options: Options) -> str:
     loops = {arm: [record["loop"] for record in runs] for arm, runs in found.items() if "loop" in runs[0]}
     if loops:
         parts.append(markdown(*loop_table(loops)))
-        draw(loop_curves(loops), options.folder / "loop.png", "rounds")
     text = "\n\n".join(parts)
     place = options.folder / "table.md"
     write_whole_text(place, f"{text}\n")
@@ -147,14 +146,3 @@ def mean_of_round(runs: Sequence[Any], number: int, name: str) -> str:
     if number == 0:
         return ""
     return f"{fmean(run[number][name] for run in runs):.3g}"
-
-
-def loop_curves(loops: dict[str, list[Any]]) -> dict[str, Lines]:
-    """Return the figure's panels: for each measure and arm (rounds, accuracy), a curve a seed."""
-    panels: dict[str, Lines] = {}
-    for name, title in LOOP_MEASURES.items():
-        panels[title] = {
-            arm: [[(number, fmean(one[name])) for number, one in enumerate(run)] for run in runs]
-            for arm, runs in loops.items()
-        }
-    return panels

@@ -93,7 +93,6 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     difference = by_name["loop by search less loop by samples"]
     assert [cell[:5] for cell in difference[2:5]] == ["+75.0", "+75.0", "+0.0 "]
     assert (tmp_path / "curves.png").is_file()
-    assert (tmp_path / "loop.png").is_file()
 
 
 @pytest.mark.thorough
