@@ -110,6 +110,6 @@ def test_more_of_anything_costs_more() -> None:
 
 def test_the_docs_hold_what_the_script_prints() -> None:
     text = (ROOT / "docs" / "from_laptop_to_cluster.md").read_text(encoding="utf-8")
-    for table in (script.states_table(), script.tokens_table(), script.fits_table()):
+    for table in (script.states_table(), script.fits_table()):
         assert table in text, "run `python scripts/memory_table.py` and paste its tables"
     assert f"{script.STEP_FLOOR * 1e3:.0f} ms" in text
