@@ -156,7 +156,7 @@ SHORT = {
     ("lab", "arm", "more"),
     [
         ("capability", "edge, process", {"evaluation.data.five.n": 1}),
-        ("capability_losses", "plain", {"steps_per_generation": 1}),
+        pytest.param("capability_losses", "plain", {"steps_per_generation": 1}, marks=pytest.mark.thorough),
         ("capability_bases", "share 10%", {}),
     ],
 )
