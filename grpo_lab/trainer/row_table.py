@@ -135,35 +135,37 @@ def loss_mask(fields: MutableMapping[str, Any]) -> Tensor:
 def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the numbers of prompt and completion tokens, long ``[B]`` each. Tokens in a hole of a mask (made by a
     team) count: they are part of the row, though nobody attends to them."""
-    return reach(fields["prompt_mask"].flip(1)), reach(fields["completion_mask"])
+    return prompt_lengths(fields), reach(fields["completion_mask"])
 
 
-def prompt_numbers(fields: MutableMapping[str, Any]) -> Tensor:
-    """Return a hash of each prompt's tokens, long ``[B]``: Σ token · wᵏ over places k from its end, modulo 2⁶⁴.
-    ``HOLED`` if a mask of the row has a hole."""
-    tokens = ((fields["prompt_ids"] + 1) * fields["prompt_mask"]).long()
-    weights = tokens.new_full((tokens.size(1),), 6364136223846793005).cumprod(0)
-    return (tokens * weights.flip(0)).sum(1).masked_fill(has_hole(fields), HOLED)
+def prompt_lengths(fields: MutableMapping[str, Any]) -> Tensor:
+    return reach(fields["prompt_mask"].flip(1))
 
 
 def reach(mask: Tensor) -> Tensor:
     """Return the place of each row's last token, counted from 1; 0 for a row without tokens."""
+    if mask.size(1) == 0:
+        return torch.zeros(mask.size(0), dtype=torch.long, device=mask.device)
     steps = torch.arange(1, mask.size(1) + 1, device=mask.device)
-    return pad(steps * mask.bool(), (1, 0)).amax(1)
+    return (steps * mask.bool()).amax(1)
 
 
 def row_tensors(fields: MutableMapping[str, Any]) -> dict[str, Tensor]:
     """Return the fields that are tensors with one entry per row, ``[B]`` or ``[B, …]``."""
     rows = fields["prompt_ids"].size(0)
-    tensors = {n: v for n, v in fields.items() if isinstance(v, Tensor)}
+    tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
     return {name: value for name, value in tensors.items() if value.dim() >= 1 and value.size(0) == rows}
 
 
 def has_hole(fields: MutableMapping[str, Any]) -> Tensor:
     """Return bool ``[B]``: whether a mask of the row has a hole. TRL's log-probs at generation are of the row without
     it."""
-    tokens = fields["prompt_mask"].bool().sum(1) + fields["completion_mask"].bool().sum(1)
-    return sum(row_lengths(fields)) != tokens
+    return holes_in(fields, *row_lengths(fields))
+
+
+def holes_in(fields: MutableMapping[str, Any], prompts: Tensor, completions: Tensor) -> Tensor:
+    """Return ``has_hole`` of rows whose lengths are known."""
+    return prompts + completions != fields["prompt_mask"].bool().sum(1) + fields["completion_mask"].bool().sum(1)
 
 
 #: Field → its padding value, where that is not 0. TRL sums the log of the ratio over padding, too
@@ -244,7 +246,7 @@ class RowTable:
         batches."""
         rows = [row_tensors(batch) for batch in window]
         names = set.intersection(*(set(row) for row in rows)) - {POSITION_OFFSET, POLICY_VERSION}
-        offset = torch.cat([row.get(POSITION_OFFSET, row["prompt_ids"].size(1) - row_lengths(row)[0]) for row in rows])
+        offset = torch.cat([row.get(POSITION_OFFSET, row["prompt_ids"].size(1) - prompt_lengths(row)) for row in rows])
         widths = {name: max(row[name].size(1) for row in rows) for name in names if rows[0][name].dim() > 1}
         fields = {}
         for name in sorted(names):
@@ -275,6 +277,18 @@ class RowTable:
         return row_lengths(self.fields)
 
     @functools.cached_property
+    def holes(self) -> Tensor:
+        return holes_in(self.fields, *self.lengths)
+
+    @functools.cached_property
+    def prompt_numbers(self) -> Tensor:
+        """A hash of each prompt's tokens, long ``[N]``: Σ token · wᵏ over places k from its end, modulo 2⁶⁴. ``HOLED``
+        if a mask of the row has a hole."""
+        tokens = ((self.fields["prompt_ids"] + 1) * self.fields["prompt_mask"]).long()
+        weights = tokens.new_full((tokens.size(1),), 6364136223846793005).cumprod(0)
+        return (tokens * weights.flip(0)).sum(1).masked_fill(self.holes, HOLED)
+
+    @functools.cached_property
     def loss_mask(self) -> Tensor:
         return loss_mask(self.fields)
 
@@ -282,7 +296,7 @@ class RowTable:
     def on_host(self) -> OnHost:
         """Lengths and holes of the rows on the host, read in one transfer, which waits for the device. No bin waits
         after it."""
-        prompts, completions, holes = torch.stack([*self.lengths, has_hole(self.fields).long()]).cpu().numpy()
+        prompts, completions, holes = torch.stack([*self.lengths, self.holes.long()]).cpu().numpy()
         return OnHost(prompts, completions, holes.astype(bool))
 
     @functools.cached_property
@@ -384,17 +398,3 @@ def fitted(name: str, value: Tensor, width: int) -> Tensor:
         return value[:, :width]
     edges = (missing, 0) if is_of_prompt(name) else (0, missing)
     return pad(value, (0, 0) * (value.dim() - 2) + edges, value=FILL.get(name, 0))
-
-
-def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
-    """Return position ids ``[B, P + T]`` that give each row the positions it had in its own generation batch; padding
-    gets the row's nearest position. ``None`` if the batch is as it was generated."""
-    first = Carried(inputs).position_offset
-    if first is None:
-        return None
-    prompts, completions = row_lengths(inputs)
-    width = inputs["prompt_ids"].size(1)
-    steps = torch.arange(width + inputs["completion_ids"].size(1), device=first.device)
-    moved = (first - (width - prompts)).unsqueeze(1) + steps
-    last = (first + prompts + completions - 1).clamp(min=0).unsqueeze(1)
-    return torch.minimum(moved.clamp(min=0), last)

@@ -43,8 +43,7 @@ from grpo_lab.trainer.row_table import (
     RowTable,
     has_hole,
     on_device,
-    positions_at_generation,
-    prompt_numbers,
+    row_lengths,
 )
 from grpo_lab.trainer.settings.limits import kept_by_engine
 from grpo_lab.trainer.step.exchange import Forwarded
@@ -178,7 +177,7 @@ def forwards_in_bins(
     plain = plan_update(rows, 1, budget, overhead_tokens=overhead)
     plan = plain
     if prompts is not None and prompts.may_be_shared:
-        plan = prompts.planned(plain, rows, prompt_numbers(table.fields), 1, budget, overhead)
+        plan = prompts.planned(plain, rows, table.prompt_numbers, 1, budget, overhead)
     # ranks agree on what they share: comparing the first shared bin with unshared rows may be a collective
     said = torch.tensor([[len(plan.bins[0]), len(plain.bins[0]), plan.shared]], device=table.offset.device)
     said = trainer.accelerator.gather(said)
@@ -219,6 +218,20 @@ def rows_in_place(trainer: Collectives, model: Any, batch: dict[str, Any]) -> co
     """Return a context for TRL's forward on a micro-batch in which a row keeps the positions of its generation."""
     takes = takes_positions(trainer.accelerator.unwrap_model(model))
     return trl_bridge.positions_given(trainer.accelerator, model, positions_at_generation(batch) if takes else None)
+
+
+def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
+    """Return position ids ``[B, P + T]`` that give each row the positions it had in its own generation batch; padding
+    gets the row's nearest position. ``None`` if the batch is as it was generated."""
+    first = Carried(inputs).position_offset
+    if first is None:
+        return None
+    prompts, completions = row_lengths(inputs)
+    width = inputs["prompt_ids"].size(1)
+    steps = torch.arange(width + inputs["completion_ids"].size(1), device=first.device)
+    moved = (first - (width - prompts)).unsqueeze(1) + steps
+    last = (first + prompts + completions - 1).clamp(min=0).unsqueeze(1)
+    return torch.minimum(moved.clamp(min=0), last)
 
 
 def keep_copy(batch: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer.ranks import named_place
-from grpo_lab.trainer.row_table import RowTable, prompt_numbers, reach
+from grpo_lab.trainer.row_table import RowTable, reach
 from grpo_lab.update import Rows, live_rows
 
 COUNT_BITS = 32
@@ -31,7 +31,7 @@ class RowNumbers:
         silent: bool ``[N]``, rows that the look found without a gradient (``step.look``); left out.
         micro_batch: long ``[N]`` on the device, the micro-batch of the step in which TRL had the row.
         token_count: float ``[N]`` on the device, TRL's token denominator of the row's generation batch.
-        prompts: long ``[N]``, ``prompt_numbers``; None if they were not asked for.
+        prompts: long ``[N]``, ``RowTable.prompt_numbers``; None if they were not asked for.
         scored_lengths: long ``[N]``, tokens of the completion up to its last loss token: the length of a packed row.
         footprint: padded tokens of the largest micro-batch that TRL cut, over all ranks.
         widths: width of each field that has one, over all ranks; ``local_widths``: on each rank.
@@ -76,7 +76,7 @@ class RowNumbers:
         alike = (same * footprint, same * zlib.crc32(kinds.encode()))
         asked: tuple[Tensor, ...] = ()
         if prompts:
-            asked = (prompt_numbers(table.fields),)
+            asked = (table.prompt_numbers,)
         scores = mask.sum(1) + (reach(mask) << COUNT_BITS)  # two numbers travel as one
         columns = (*table.lengths, scores, live, micro_batch, bits, *asked, *alike)
         numbers = torch.stack([column.long() for column in columns], dim=1)
