@@ -139,6 +139,7 @@ def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def prompt_lengths(fields: MutableMapping[str, Any]) -> Tensor:
+    """Return the number of prompt tokens, long ``[B]`` (``row_lengths``)."""
     return reach(fields["prompt_mask"].flip(1))
 
 
@@ -158,8 +159,7 @@ def row_tensors(fields: MutableMapping[str, Any]) -> dict[str, Tensor]:
 
 
 def has_hole(fields: MutableMapping[str, Any]) -> Tensor:
-    """Return bool ``[B]``: whether a mask of the row has a hole. TRL's log-probs at generation are of the row without
-    it."""
+    """Return bool ``[B]``: whether a mask has a hole. TRL's log-probs at generation are of the row without it."""
     return holes_in(fields, *row_lengths(fields))
 
 
