@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import threading
@@ -53,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    options = ServerOptions(model, free_port(), EngineOptions(kv_cache_gib=0.125, max_model_len=128))
+    options = ServerOptions(model, free_port(), EngineOptions(kv_cache_gib=0.125, max_model_len=512))
     log = tmp_path_factory.mktemp("guard_server") / "log"
     with Server(options, log=log, start_timeout=300):
         yield options.base_url
@@ -143,10 +144,10 @@ def test_a_prompt_beyond_the_context_is_found_in_the_data(
     server: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [f"Tom has {n} apples. How many?" for n in range(32)]
-    rows[20] = "Tom has 3 apples and " * 40
+    rows[20] = "Tom has 3 apples and " * 160
     monkeypatch.setattr("rollouts.server_runs.Dataset", Rows(Dataset.from_dict({"prompt": rows})))
     with pytest.raises(
-        ValueError, match=r"`train_dataset`: row 20 \(\d+ tokens\) leave no room for 16 .* context of 128"
+        ValueError, match=r"`train_dataset`: row 20 \(\d+ tokens\) leave no room for 16 .* context of 512"
     ):
         build(tmp_path, model, server)
 
@@ -166,12 +167,12 @@ def test_a_prompt_beyond_the_context_in_the_middle_of_a_run_keeps_a_checkpoint(
 ) -> None:
     """As with streamed data, which nobody reads beforehand."""
     rows = [f"Tom has {n} apples. How many?" for n in range(10)]
-    rows[4] = "Ann has 3 apples and " * 40
+    rows[4] = "Ann has 3 apples and " * 160
     monkeypatch.setattr("rollouts.server_runs.Dataset", Rows(Dataset.from_dict({"prompt": rows})))
     monkeypatch.setattr("grpo_lab.trainer.step_components.check_training_prompts", lambda *_: None)
     trainer = build(tmp_path, model, server, shuffle_dataset=False)
     with pytest.raises(
-        PromptTooLong, match=r"begins 'Ann has 3 apples(.|\n)*context of 128(.|\n)*checkpoint of step 2"
+        PromptTooLong, match=r"begins 'Ann has 3 apples(.|\n)*context of 512(.|\n)*checkpoint of step 2"
     ):
         trainer.train()
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").is_file()
@@ -229,12 +230,20 @@ def test_a_sleeping_server_ends_the_wait_with_a_checkpoint(server: str, model: s
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").is_file()
 
 
+def sleep_under_way(url: str) -> None:
+    """Put the server to sleep as soon as it says that it works on a request."""
+    known = session(url)
+    give_up = time.monotonic() + 60
+    while not re.search(r"^vllm:num_requests_running\{.*\} [1-9]", known.get(f"{url}/metrics").text, re.MULTILINE):
+        assert time.monotonic() < give_up, "the server began no request"
+    known.post(f"{url}/sleep?level=1").raise_for_status()
+
+
 def test_completions_that_a_sleep_broke_off_are_not_trained_on(server: str, model: str, tmp_path: Path) -> None:
     """`/sleep` under a generation: vLLM answers 200 with what was there, `finish_reason: abort`. Before, it was trained
     on."""
-    trainer = build(tmp_path, model, server, max_completion_length=100, rollout={"verify_every": 0})
-    known = session(server)  # opened before: a quick engine has made 100 tokens after a quarter of a second
-    kill_during(trainer.vllm_generation.vllm_client, 3, lambda: known.post(f"{server}/sleep?level=1"), after=0.03)
+    trainer = build(tmp_path, model, server, max_completion_length=480, rollout={"verify_every": 0})
+    kill_during(trainer.vllm_generation.vllm_client, 3, lambda: sleep_under_way(server), after=0)
     try:
         with pytest.raises(
             ServerGone, match=r"completion \d was broken off after \d+ tokens(.|\n)*checkpoint of step 2"
