@@ -72,10 +72,10 @@ def accuracy_interval(correct: Sequence[bool]) -> Interval | None:
 def clustered_interval(per_problem: Sequence[float], samples_per_problem: int) -> Interval | None:
     """Mean over problems of a per-problem mean in [0, 1], with limits that respect the clustering.
 
-    The variance is that of the N problem means, SE² = s²/N (Miller, arXiv 2411.00640, eq. 4, for equal cluster sizes),
-    not p(1−p)/(N·n). It is turned into an effective number of independent answers n* = p(1−p)/SE² (Korn & Graubard,
-    Survey Methodology 24, 1998) for Wilson's formula, so that the limits behave at 0 and 1; n* is kept within [1, N·n],
-    and is N where all problems are alike.
+    The variance is that of the N problem means, SE² = s²/N (Miller, arXiv 2411.00640, eq. 1 for these means; eq. 4 for
+    clusters is about (N − 1)/N of it), not p(1−p)/(N·n). It is turned into an effective number of independent answers
+    n* = p(1−p)/SE² (Korn & Graubard, Survey Methodology 24, 1998) for Wilson's formula, so that the limits behave at 0
+    and 1; n* is kept within [1, N·n], and is N where all problems are alike.
     """
     n = len(per_problem)
     if n == 0:

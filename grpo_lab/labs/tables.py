@@ -42,16 +42,26 @@ def spread(values: Sequence[float]) -> str:
 
 def table(found: Found) -> str:
     """Make a table of the numbers ``after``, one row an arm, each as `spread`. If the records have numbers ``before``,
-    the start is the first row."""
-    first = next(iter(found.values()))[0]
-    names = list(first["after"])
+    the start is the first row, as the first arm's seeds measured it."""
+    first = next(iter(found.values()))
+    names = list(first[0]["after"])
     rows = [
         [arm, str(len(runs)), *(spread([run["after"].get(name, math.nan) for run in runs]) for name in names)]
         for arm, runs in found.items()
     ]
-    if before := first.get("before"):
-        rows.insert(0, ["(start)", "–", *(spread([before.get(name, math.nan)]) for name in names)])
+    if first[0].get("before"):
+        starts = [run["before"] for run in first if run.get("before")]
+        values = [[start.get(name, math.nan) for start in starts] for name in names]
+        rows.insert(0, ["(start)", "–", *map(start_value, values)])
     return markdown(["arm", "seeds", *names], rows)
+
+
+def start_value(values: Sequence[float]) -> str:
+    """Format a number of the start, measured for each seed: one value if all are the same, as greedy answers to the
+    same problems are; else as `spread`."""
+    if len(set(values)) == 1:
+        return spread(values[:1])
+    return spread(values)
 
 
 def until(curve: Sequence[tuple[float, float]], tokens: float) -> float:

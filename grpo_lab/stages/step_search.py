@@ -91,7 +91,7 @@ class StepJudge:
     Args:
         scores: p(good) at the end of each step.
         of: ``last``: the last step's score is the state's value, as of a value model; ``least``: the worst step's, as
-            Math-Shepherd (arXiv 2312.08935, §4.1) ranks solutions.
+            Math-Shepherd (arXiv 2312.08935, §3.4) ranks solutions.
     """
 
     scores: TokenClassificationSteps

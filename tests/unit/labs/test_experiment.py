@@ -84,6 +84,21 @@ def test_a_table_by_hand() -> None:
     assert spread([]) == "–"
 
 
+def test_the_start_of_a_table_is_that_of_all_seeds() -> None:
+    """Greedy answers are the same for each seed, and samples are not; the mean of 0.1, 0.2, 0.3 has an interval of
+    4.30265 · 0.1 / √3."""
+    runs = [
+        {
+            "seed": seed,
+            "before": {"greedy": 0.5, "sampled": sampled},
+            "after": {"greedy": 1.0, "sampled": 1.0, "late": 2.0},
+        }
+        for seed, sampled in enumerate([0.1, 0.2, 0.3])
+    ]
+    start = table({"arm": runs}).splitlines()[2]
+    assert start == "| (start) | – | 0.500 | 0.200 ± 0.248 (0.100, 0.200, 0.300) | – |"
+
+
 def test_a_cell_is_started_as_its_experiment_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """``__main__.py`` of a package, run as a script, would find ``grpo_lab/io.py`` as ``io``."""
     main = ModuleType("__main__")
