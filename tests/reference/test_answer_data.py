@@ -184,12 +184,6 @@ def test_every_math500_and_aime_gold_is_right_and_every_changed_one_wrong(
     assert [judgement for judgement in other if judgement.reward != 0.0] == []
 
 
-def test_an_aime_gold_without_its_leading_zero_is_right(grpo_lab_data: Path, strict: AccuracyReward) -> None:
-    golds = [row["gold_answer"] for row in rows(grpo_lab_data, "math/aime24.jsonl")]
-    assert any(gold.startswith("0") for gold in golds)
-    assert strict(completions=[f"\\boxed{{{int(gold)}}}" for gold in golds], solution=golds) == [1.0] * len(golds)
-
-
 def test_every_verifier_accepts_its_own_golds(grpo_lab_data: Path, strict: AccuracyReward) -> None:
     columns = [
         [row["answer"] for row in rows(grpo_lab_data, "gsm8k/train.jsonl")],
@@ -200,7 +194,9 @@ def test_every_verifier_accepts_its_own_golds(grpo_lab_data: Path, strict: Accur
     assert [strict.check_golds(column).unusable for column in columns] == [[], [], [], []]
 
 
-def test_the_fast_path_changes_no_verdict_on_any_of_the_data(grpo_lab_data: Path) -> None:
+@pytest.mark.thorough(cases="all")
+@pytest.mark.parametrize("every", [pytest.param(1, id="all"), pytest.param(8, id="a sample")])
+def test_the_fast_path_changes_no_verdict_on_any_of_the_data(grpo_lab_data: Path, every: int) -> None:
     """The same completions once with and once without the fast path: gold numbers against every answer in the files."""
     data = [
         row
@@ -214,9 +210,10 @@ def test_the_fast_path_changes_no_verdict_on_any_of_the_data(grpo_lab_data: Path
     gsm8k = [row["answer"] for row in rows(grpo_lab_data, "gsm8k/test.jsonl")]
     completions += [solution.replace("####", "A:") for solution in gsm8k]
     golds += gsm8k
+    asked = (completions[::every], golds[::every])
     fast, slow = AccuracyReward("lenient"), AccuracyReward("lenient", fast_path=False)
-    with_fast, without = fast.judge(completions, golds), slow.judge(completions, golds)
-    assert sum(judgement.reason == "exact numbers" for judgement in with_fast) > 3000
+    with_fast, without = fast.judge(*asked), slow.judge(*asked)
+    assert sum(judgement.reason == "exact numbers" for judgement in with_fast) > 3000 / every
     assert not any(judgement.reason == "exact numbers" for judgement in without)
     assert [judgement.verdict for judgement in with_fast] == [judgement.verdict for judgement in without]
     fast.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import turn_oracle as oracle
-from grpo_lab.advantages import GAE, Process, StepTable, TurnGAE, advantage_rule, gae, on_own_tokens
+from grpo_lab.advantages import StepTable, TurnGAE, advantage_rule, on_own_tokens
 from grpo_lab.advantages.returns import DELTAS
 from grpo_lab.batch import LocalRows, RewardTable
 
@@ -207,26 +207,8 @@ def test_gae_over_turns(seed: int) -> None:
         assert found[row].tolist() == pytest.approx([expected.get(t, 0.0) for t in range(mask.size(1))], abs=1e-12)
 
 
-def test_gae_of_one_turn_is_gae() -> None:
-    batch = table([[1.0], [None]])
-    assert batch.local is not None
-    rewards, values = torch.randn(2, *batch.local.mask.shape, dtype=torch.float64)
-    held = replace(batch, local=replace(batch.local, rewards=rewards, values=values))
-    expected = gae(rewards, values, batch.local.mask, 0.9, 0.8)[0]
-    torch.testing.assert_close(TurnGAE(0.9, 0.8, 0.5)(held), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(GAE(0.9, 0.8)(held), expected)
-
-
 def test_scores_lie_on_own_tokens() -> None:
     steps = StepTable.of([[(1, 1.0), (4, None), (5, 0.5)], [(2, 2.0)]], 1)
     mask = torch.tensor([[True, False, False, True, True, False], [True, True, True, False, False, False]])
     paid = on_own_tokens(steps, mask)
     assert paid.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.5, 0.0], [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]]
-
-
-def test_turns_differ_from_process_supervision() -> None:
-    """Process pools all scores of a group; here a turn is compared with its like."""
-    scores: list[list[float | None]] = [[1.0, 0.0], [1.0, 0.0]]
-    batch = table(scores)
-    assert not advantage_rule("turn_returns", gamma=0.0)(batch).any()
-    assert Process()(batch).any()

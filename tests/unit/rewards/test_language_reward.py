@@ -226,34 +226,27 @@ def test_mixture_by_hand() -> None:
         mixture_shares(table, np.array([1.0]))
 
 
-@pytest.mark.not_fast
-def test_a_missing_library_is_named_with_the_remedy() -> None:
-    code = (
-        "import sys; sys.modules['wordfreq'] = None\n"
-        "from grpo_lab.rewards.language import LanguageConsistencyReward as R\n"
-        "R('en')(completions=['the cat'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert done.returncode != 0
-    assert "pip install 'grpo_lab[language]'" in done.stderr
+ANOTHER_PROCESS = """
+import sys
+from grpo_lab.rewards.language import LanguageConsistencyReward
+print(LanguageConsistencyReward("en")(completions=[sys.argv[1]]), flush=True)
+for name in [name for name in sys.modules if name.startswith("grpo_lab")]:
+    del sys.modules[name]
+sys.modules["wordfreq"] = None
+from grpo_lab.rewards.language import LanguageConsistencyReward
+LanguageConsistencyReward("en")(completions=["the cat"])
+"""
 
 
 @pytest.mark.slow
-def test_the_same_in_every_process() -> None:
+def test_it_is_the_same_in_every_process_and_names_a_missing_library() -> None:
     """Rewards must agree over ranks: no dependence on the hash seed or on what was scored before."""
-    code = (
-        "from grpo_lab.rewards.language import LanguageConsistencyReward as R; import sys; "
-        "print(R('en')(completions=[sys.argv[1]]))"
-    )
     mixed = f"{ENGLISH} {FRENCH} {CHINESE} Ελλάδα Москва Anna Bob {JAPANESE}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, mixed],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-    )
+    command, environment = [sys.executable, "-c", ANOTHER_PROCESS, mixed], {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.stdout == f"{[score(mixed)]}\n"
+    assert done.returncode != 0
+    assert "pip install 'grpo_lab[language]'" in done.stderr
 
 
 def test_a_guess_is_the_same_to_the_bit_each_time() -> None:

@@ -255,17 +255,15 @@ def test_fusion_rows_token_by_token(tokenizer: str, hybrid: Any, request: pytest
         words = tiny_tokenizer(thinking=True)
     thinking = [{"prompt": [user("2+3")], "answer": "<think>\n5\n</think>\n\n5"}]
     plain = [{"prompt": [user("2+3")], "answer": "5"}]
-    built, _ = fusion_rows(thinking, plain, FusionShares(**ONLY))
+    built, _ = fusion_rows(thinking, plain, FusionShares(**ONLY, cut=1))
     think, no_think = ["Ġ/", "think"], ["Ġ/", "no", *(["_think"] if tokenizer == "tiny" else ["_th", "ink"])]
     wanted = [
         ([*TURN, "2", "+", "3", *think, *END, *ASKED], ["<think>", "Ċ", "5", "Ċ", "</think>", "ĊĊ", "5", *END]),
         ([*TURN, "2", "+", "3", *no_think, *END, *ASKED], ["<think>", "ĊĊ", "</think>", "ĊĊ", "5", *END]),
     ]
-    assert tokenized_for_training(built, words) == wanted
-    cut, _ = fusion_rows(thinking, plain, FusionShares(**ONLY, cut=1))
     closed = ([*wanted[0][0], "<think>", "Ċ", "5", "Ċ", "</think>", "ĊĊ"], ["5", *END])
-    assert tokenized_for_training(cut, words) == [*wanted, closed]  # the answer of the third is trained on, no more
-    assert list(check_rendering(cut, words, "m"))[2] == 3
+    wanted = [*wanted, closed]  # the answer of the third is trained on, no more
+    assert tokenized_for_training(built, words) == wanted
     assert list(check_rendering(built, words, "m")) == [len(trained) for _, trained in wanted]
     if tokenizer == "qwen3":
         words.chat_template = thinks_always  # Qwen3's later releases think always: their prompt opens the block

@@ -1,4 +1,6 @@
-"""Step rewards: the protocol, token ends by decoding, and the checker of written equations on texts of all kinds."""
+"""Step rewards: the protocol, token ends by decoding, and the checker of written equations on real solutions.
+
+What it reads of how people write: ``tests/unit/verifiers/test_equation_writing.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ import json
 import math
 import pickle
 import random
-import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from grpo_lab.rewards import EquationSteps, SplitStepReward, StepReward, step_reward, steps_as_outcome
-from grpo_lab.rewards.arithmetic import NotArithmetic, judged, value_of
+from grpo_lab.rewards.arithmetic import NotArithmetic, value_of
 from grpo_lab.rewards.steps import by_line, token_ends
 from grpo_lab.testing import tiny_tokenizer
 
@@ -178,38 +179,6 @@ def test_equation_steps_in_tokens() -> None:
     assert call(reward, [[]], [""]) == [[]]
 
 
-@pytest.mark.parametrize(
-    ("text", "verdicts"),
-    [
-        ("4 * $10.00 = $40.00. That makes 40 + 3 = 44.", [True, False]),
-        ("30 / 3500 = <<30/3500=.01>>.01 pounds", [True, True]),
-        ("$40.00 - 10% of $40.00 = $40.00 - $4.00 = $36.00.", [True, True]),
-        (r"\frac{1}{2} + \frac{1}{3} = \frac{5}{6}", [True]),
-        (r"\left(2 \times 3\right) = 7", [False]),
-        ("A = (2 + 3) = 5, B = 4. Then A * B = 5 * 4 = 21", [True, True, False]),
-        ("A = 5\nA - B = 4", []),
-        ("23 slices x $4 = $92", []),
-        ("5 apples + 3 = 8", []),
-        ("3 apples - 5 = 3", []),
-        ("250 = (5/2)x and 9x-21=339", []),
-        ("x = 5, 2x + 3 = 13", []),
-        ("12 / 4 = 3 apples and 3 + 1 = 5 pears", [True, False]),
-        ("10x6=60, 16 x .5 = 8, 3 X 3 = 10", [True, True, False]),
-        ("1/3 = 0.33 but 1/3 = 0.34, and 10/3 = 3", [True, False, False]),
-        ("1,000 * 3 = 3,000", [True]),
-        ("-8 - -6 = -8 + 6 = -2", [True, True]),
-        ("2 + 2 == 5, a >= 3 + 1, 3 != 4", []),
-        ("18 / 450 * 100 = 4%", [True]),
-        ("2^10 = 1024 and 2**3 = 9", [True, False]),
-        ("1 / 0 = 7", []),
-        ("= = =", []),
-        ("", []),
-    ],
-)
-def test_equations(text: str, verdicts: list[bool]) -> None:
-    assert [equation.holds for equation in judged(text)] == verdicts
-
-
 def grown(rng: random.Random, depth: int) -> tuple[str, Fraction]:
     """A random expression and its value by Python's own arithmetic on fractions."""
     if depth == 0 or rng.random() < 0.25:
@@ -229,19 +198,6 @@ def test_the_reader_against_python() -> None:
         text, value = grown(rng, 4)
         assert value_of(text) == value
         assert value_of(f"-{rng.randrange(9)}^2") <= 0
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["9^9^9^9 = 1", "(" * 10_000 + "1" + ")" * 10_000 + " = 1", "1+" * 50_000 + "1 = 3", "=" * 100_000,
-     "9" * 100_000 + " = 9",
-     "((((" * 25 + "=" * 3, "\x00 = \u202e 3", "9^64^64 = 2", "A = A = A", "1/3" * 3000 + " = 1",
-     "x" * 100_000 + "=" + "y" * 100_000],
-)  # fmt: skip
-def test_hostile_text_is_not_judged_and_costs_its_length(text: str) -> None:
-    began = time.process_time()
-    judged(text)
-    assert time.process_time() - began < 5.0
     with pytest.raises(NotArithmetic):
         value_of("9^9^9^9")
 
