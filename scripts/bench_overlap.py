@@ -1,9 +1,10 @@
 """Overlapped rollouts: a vLLM server on one core, the trainer on the other; the whole step, in one run.
 
-    ours, rollout.overlap: 1       against       ours, synchronous       against       stock TRL, synchronous
+    ours, rollout.overlap: 1    against    ours, synchronous    against    stock TRL at its best, synchronous
 
 Same model, prompts, completion length and sampler correction (`token_truncate`). Stock is ``trl.GRPOTrainer`` itself;
-its requests and weights take our client's way, since TRL's own needs NCCL. A 64th of the vocabulary ends a completion,
+its requests and weights take our client's way, since TRL's own needs NCCL. Its micro-batch is the fastest of those of
+``--micros``, each tried over two batches. A 64th of the vocabulary ends a completion,
 so that lengths vary. How long the update takes beside the generation is set by the dead groups of each batch, whose
 completions all get the same reward, and by the passes over it; what that comes to is measured on the synchronous side:
 generation g, weight sync s, the rest u. While weights go over neither side works, so the ideal of overlap is
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -28,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_search import micro_batches, stock_at_its_best
 from bench_shapes import SHAPES, build
+from bench_tables import spread
 from datasets import Dataset
 from transformers import GenerationConfig, TrainerCallback
 from trl import GRPOTrainer
@@ -107,7 +111,8 @@ class Reward:
         return [1.0 if n % self.prompts < self.dead else share for n, share in zip(number, odd, strict=True)]
 
 
-def trainer_of(side: str, folder: str, url: str, dead: int, passes: int, asked: argparse.Namespace) -> Any:
+def trainer_of(side: str, folder: str, url: str, dead: int, passes: int, asked: argparse.Namespace, **more: Any) -> Any:
+    """A trainer of a side, with the settings ``more`` beside those of all sides."""
     prompts = asked.prompts * asked.batches
     text = ["Tom has " + " and ".join(f"{(n * 7 + i) % 90} apples" for i in range(8)) for n in range(prompts)]
     rows = Dataset.from_dict({"prompt": text, "number": list(range(prompts))})
@@ -117,7 +122,7 @@ def trainer_of(side: str, folder: str, url: str, dead: int, passes: int, asked: 
         "per_device_train_batch_size": asked.prompts * GROUP, "max_completion_length": asked.tokens,
         "max_steps": asked.batches * passes, "num_iterations": passes,
         "learning_rate": 1e-6, "logging_steps": 1000, "save_strategy": "no",
-        "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True,
+        "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, **more,
     }  # fmt: skip
     settings["rollout"] = {"overlap": int(side == "overlapped")}
     arguments = {
@@ -132,9 +137,9 @@ def trainer_of(side: str, folder: str, url: str, dead: int, passes: int, asked: 
         return GRPOTrainer(model=f"{folder}/model", args=args, **arguments)
 
 
-def seconds(side: str, folder: str, url: str, dead: int, passes: int, asked: argparse.Namespace) -> Times:
+def seconds(side: str, folder: str, url: str, dead: int, passes: int, asked: argparse.Namespace, **more: Any) -> Times:
     """Medians without the first batches."""
-    trainer = trainer_of(side, folder, url, dead, passes, asked)
+    trainer = trainer_of(side, folder, url, dead, passes, asked, **more)
     clock = Clock(trainer, passes)
     trainer.train()
     skipped = min(SKIPPED, asked.batches - 1)
@@ -163,6 +168,7 @@ def main() -> None:
         help="dead groups of each batch, passes over it",
     )  # fmt: skip
     parser.add_argument("--stock", nargs="*", default=["5:1", "0:1"], help="those of them beside stock TRL")
+    parser.add_argument("--micros", type=int, nargs="+", default=[8, 16, 32, 64], help="stock's micro-batches to try")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=8765, help="of the server")
     parser.add_argument("--tiny", action="store_true", help="a smoke")
@@ -189,10 +195,29 @@ def main() -> None:
             server.stop()
 
 
+def best_of_stock(cell: tuple[int, int], folder: str, url: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """The settings of stock's fastest batch; prints what was tried."""
+    short = argparse.Namespace(**{**vars(asked), "batches": 2})
+
+    def batch(**settings: Any) -> float:
+        return seconds("stock", folder, url, *cell, short, **settings).batch
+
+    best = stock_at_its_best(micro_batches(asked.prompts * GROUP, asked.micros), batch)
+    tried = ", ".join(f"{one['per_device_train_batch_size']} rows {one['s']:.2f} s" for one in best.tries)
+    print(f"stock's micro-batch, {cell[0]} dead: {tried}", file=sys.stderr, flush=True)
+    return best.settings
+
+
 def table(cell: str, folder: str, url: str, asked: argparse.Namespace) -> None:
     dead, passes = map(int, cell.split(":"))
-    sides = (*(["stock"] if cell in asked.stock else []), "synchronous", "overlapped")
-    rounds = [{side: seconds(side, folder, url, dead, passes, asked) for side in sides} for _ in range(asked.rounds)]
+    settings: dict[str, dict[str, Any]] = {"synchronous": {}, "overlapped": {}}
+    if cell in asked.stock:
+        settings = {"stock": best_of_stock((dead, passes), folder, url, asked), **settings}
+    sides = tuple(settings)
+    rounds = [
+        {side: seconds(side, folder, url, dead, passes, asked, **settings[side]) for side in sides}
+        for _ in range(asked.rounds)
+    ]
     for side in sides:
         times = [one[side] for one in rounds]
         gains = [one["synchronous"].batch / one[side].batch for one in rounds]
@@ -207,12 +232,6 @@ def table(cell: str, folder: str, url: str, asked: argparse.Namespace) -> None:
         else:
             columns += ["", ""]
         print(f"| {dead} of {asked.prompts} | {passes} | {side} | {' | '.join(columns)} |", flush=True)
-
-
-def spread(numbers: list[float]) -> str:
-    """Median, and the least and the most where there are several."""
-    middle = f"{statistics.median(numbers):.2f}"
-    return middle if len(numbers) == 1 else f"{middle} ({min(numbers):.2f}–{max(numbers):.2f})"
 
 
 if __name__ == "__main__":

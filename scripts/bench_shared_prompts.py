@@ -1,10 +1,11 @@
-"""Shared prompts: whole policy updates of stock TRL, ours in bins of rows, and ours with each prompt once.
+"""Shared prompts: whole policy updates of stock TRL at its best, ours in bins of rows, and ours with each prompt once.
 
 Fixed rollouts of 8 groups, 5 of them dead (62%): prompts and completions of one cell's lengths (completions of half to
 all of it), the same weights and rewards on every side. Timed: everything of an optimizer step but generation; the first
-step is left out, sides take turns. In every cell the first gradient of each side must be stock's to 1e-5.
+step is left out, sides take turns. Stock takes the micro-batch that is its fastest, each tried once. In every cell the
+first gradient of each side must be stock's to 1e-5.
 
-    python scripts/bench_shared_prompts.py            # idle cores, about 12 minutes
+    python scripts/bench_shared_prompts.py            # idle cores, about 10 minutes
     python scripts/bench_shared_prompts.py --tiny     # does it run: two cells of a tiny model
     python scripts/bench_shared_prompts.py --few-shot ../shared/data   # GSM8K rows behind eight solved ones instead
 """
@@ -12,7 +13,6 @@ step is left out, sides take turns. In every cell the first gradient of each sid
 from __future__ import annotations
 
 import argparse
-import itertools
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from bench_search import micro_batches, stock_at_its_best
+from bench_tables import spread, table
 from bench_update_sides import LENGTHS, Rollouts, Watch, peak_mib, reset_peak, trainer_of
+from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOTrainer
 
@@ -30,6 +33,9 @@ from grpo_lab.testing import tiny_tokenizer
 
 GROUPS, DEAD, AGREE = 8, 5, 1e-5
 SIDES = ("stock", "off", "on", "auto")
+MICROS = (2, 4, 8, 16, 32)
+#: tokens of a prompt, of a completion, completions of a group
+CELLS = ((8, 256, 8), (64, 128, 8), (256, 256, 16), (1024, 128, 8))
 
 
 @dataclass
@@ -92,7 +98,10 @@ class Measured:
     gradient: torch.Tensor
 
 
-def measured(side: str, weights: dict[str, Any], size: tuple[int, int], cell: Cell, steps: int) -> Measured:
+def measured(
+    side: str, weights: dict[str, Any], size: tuple[int, int], cell: Cell, steps: int, **more: Any
+) -> Measured:
+    """One training of a side, with the settings ``more`` beside those of all sides."""
     model = network(*size, cell.vocabulary)
     model.load_state_dict(weights)
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +110,7 @@ def measured(side: str, weights: dict[str, Any], size: tuple[int, int], cell: Ce
             "num_generations": cell.group, "max_completion_length": cell.completion, "max_steps": steps + 1,
             "learning_rate": 1e-5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "loss_type": "dr_grpo",
             "scale_rewards": "none", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
-            "disable_tqdm": True, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 0,
+            "disable_tqdm": True, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 0, **more,
         }  # fmt: skip
         kind = GRPOTrainer if side == "stock" else LabTrainer
         arguments |= {} if side == "stock" else {"update": {"share_prompts": side}}
@@ -114,23 +123,35 @@ def measured(side: str, weights: dict[str, Any], size: tuple[int, int], cell: Ce
     return Measured(watch.seconds[1:], peak_mib() - before, watch.gradient)
 
 
-def line(cell: Cell, size: tuple[int, int], rounds: int, steps: int) -> str:
+def line(cell: Cell, size: tuple[int, int], rounds: int, steps: int) -> dict[str, Any]:
+    """A cell's row of the table."""
     weights = network(*size, cell.vocabulary).state_dict()
+
+    def seconds(**micro: int) -> float:
+        return median(measured("stock", weights, size, replace(cell), 1, **micro).seconds)
+
+    best = stock_at_its_best(micro_batches(cell.rows, MICROS), seconds)
     found: dict[str, list[Measured]] = {side: [] for side in SIDES}
-    for turn in range(rounds):
-        for side in SIDES if turn == 0 else SIDES[1:]:
-            found[side].append(measured(side, weights, size, replace(cell), 1 if side == "stock" else steps))
+    for _ in range(rounds):
+        for side in SIDES:
+            more = best.settings if side == "stock" else {}
+            found[side].append(measured(side, weights, size, replace(cell), steps, **more))
     expected = found["stock"][0].gradient
     gaps = [float((runs[0].gradient - expected).norm() / expected.norm()) for runs in found.values()]
     if not max(gaps) < AGREE:
         raise SystemExit(f"gradients differ from stock's by {gaps} ({', '.join(SIDES)}): not the same update")
-    seconds = {side: median(s for one in runs for s in one.seconds) for side, runs in found.items()}
-    peaks = (f"{median(one.peak for one in runs):.0f}" for runs in found.values())
-    ratios = (seconds["off"] / seconds["on"], seconds["stock"] / seconds["auto"], seconds["off"] / seconds["auto"])
-    mean = [sum(map(len, parts)) / cell.rows for parts in zip(*map(cell.row, [0] * cell.rows, range(cell.rows)))]
-    shape = [f"{length:.0f}" for length in mean] if isinstance(cell, FewShot) else [cell.prompt, cell.completion]
-    cells = [*map(str, shape), str(cell.group), *(f"{value:.2f}" for value in seconds.values())]
-    return f"| {' | '.join([*cells, *(f'{ratio:.2f}×' for ratio in ratios), *peaks, f'{max(gaps):.0e}'])} |"
+    taken = {side: [median(one.seconds) for one in runs] for side, runs in found.items()}
+    lengths = zip(*map(cell.row, [0] * cell.rows, range(cell.rows)))
+    prompt, completion = (round(sum(map(len, parts)) / cell.rows) for parts in lengths)
+    if not isinstance(cell, FewShot):
+        prompt, completion = cell.prompt, cell.completion
+    row: dict[str, Any] = {"prompt": prompt, "completion": completion, "G": cell.group}
+    row["stock's micro-batch"] = best.settings["per_device_train_batch_size"]
+    row |= {f"{side}, s": median(seconds) for side, seconds in taken.items()}
+    for one, other in (("off", "on"), ("stock", "auto"), ("off", "auto")):
+        row[f"{one} / {other}"] = spread([a / b for a, b in zip(taken[one], taken[other], strict=True)])
+    row |= {f"{side}, MiB": round(median(one.peak for one in runs)) for side, runs in found.items()}
+    return row | {"gradients": max(gaps)}
 
 
 def main() -> None:
@@ -138,12 +159,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--few-shot", type=Path, metavar="DATA", help="a folder with gsm8k/ and tokenizers/qwen3/")
     parser.add_argument("--cells", nargs="+", metavar="PROMPT:COMPLETION:G", help="these alone")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="counted ones, a round")
     options = parser.parse_args()
     size = (64, 2) if options.tiny else (128, 4)
     shapes = [(int(p), int(c), int(g)) for p, c, g in (cell.split(":") for cell in options.cells or [])]
-    shapes = shapes or [*itertools.product((64, 256, 1024), (128, 256), (8, 16)), (8, 256, 8)]
+    shapes = shapes or list(CELLS)
     cells: list[Cell] = [
         Cell(GROUPS * group, DEAD, len(tiny_tokenizer()), group=group, prompt=prompt, completion=completion)
         for prompt, completion, group in ([(16, 24, 8), (64, 16, 4)] if options.tiny else shapes)
@@ -151,12 +172,12 @@ def main() -> None:
     cells = [few_shot(options.few_shot)] if options.few_shot else cells
     count = sum(p.numel() for p in network(*size, cells[0].vocabulary).parameters())
     print(f"Qwen2 of {count:,} parameters, {GROUPS} groups, {DEAD} dead, {torch.get_num_threads()} threads\n")
-    heads = ["prompt", "completion", "G", *(f"{side}, s" for side in SIDES), "off / on", "stock / auto", "off / auto"]
-    heads += [*(f"{side}, MiB" for side in SIDES), "gradients"]
-    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    for cell in cells:
-        rounds, steps = (1, 1) if options.tiny else (options.rounds, options.steps)
-        print(line(cell, size, rounds, steps), flush=True)
+    rounds, steps = (1, 1) if options.tiny else (options.rounds, options.steps)
+    rows = []
+    for cell in tqdm(cells, desc="cells"):
+        rows.append(line(cell, size, rounds, steps))
+        print(f"\n{table(rows[-1:])}", flush=True)
+    print(f"\n{table(rows)}")
 
 
 if __name__ == "__main__":

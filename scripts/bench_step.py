@@ -4,7 +4,8 @@
     python scripts/bench_step.py --host [--rows 1024]   # what the host does within our update: planning, packing, …
 
 Both train `recipes/quickstart/dr_grpo.yaml`: same start, prompts, rewards, settings; TRL's ``loss_type: dr_grpo`` is
-the same objective. Rounds alternate; the first step of each is not counted. Before that both take three steps on the
+the same objective. A third side is stock at its best: the micro-batch that is fastest of 32 rows to all 256, each tried
+once. Rounds alternate; the first step of each is not counted. Before that both take three steps on the
 same draws (``rollout: {generate: stock}``), after which their weights must agree; with the draws that are measured,
 mean length and reward are printed beside the times, since a step costs what its completions cost.
 """
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
+from bench_search import micro_batches, stock_at_its_best
+from bench_tables import spread
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
@@ -36,6 +39,8 @@ from grpo_lab.trainer.supervised.methods import cold_start
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "dr_grpo.yaml"
 SECTIONS = ("name", "model", "data", "cold_start", "evaluation", "rewards", "objective")
+#: micro-batches of stock's that are tried: completions
+MICROS = (32, 64, 128, 256)
 #: a tenth of what one step of Adam may move a weight; other gradients than stock's move many by all of it
 AGREE = 3.0e-5
 
@@ -101,6 +106,61 @@ def logged(trainer: Any, name: str) -> float:
     return fmean(line[name] for line in trainer.state.log_history[1:] if name in line)
 
 
+def host(start: Path, rows: Dataset, options: argparse.Namespace) -> None:
+    """Print what the host does within our update."""
+    _, profile = trained("ours", start, rows, options.steps + 1, per_device_train_batch_size=options.rows)
+    parts = by_part(profile.seconds, options.steps)
+    print(as_table({"ours": parts}, options.steps))
+    print(host_table(profile.of_host, parts[PARTS["update"]], options.steps))
+
+
+def refuse_another_training(start: Path, rows: Dataset, best: dict[str, Any]) -> float:
+    """The largest distance between weights of stock and of the other two after three steps on the same draws."""
+    stock, _ = trained("stock", start, rows, 3)
+    stock_at_best, _ = trained("stock", start, rows, 3, **best)
+    ours, _ = trained("ours", start, rows, 3, rollout={"generate": "stock"})
+    expected = dict(stock.model.named_parameters())
+    gap = max(
+        float((weight - expected[name]).detach().abs().max())
+        for other in (stock_at_best, ours)
+        for name, weight in other.model.named_parameters()
+    )
+    if gap > AGREE:
+        raise SystemExit(f"after three steps on the same draws weights differ by {gap:.1e}: not the same training")
+    return gap
+
+
+def compare(start: Path, rows: Dataset, options: argparse.Namespace) -> None:
+    """Print the step of each side by part, and the ratios."""
+
+    def seconds(**settings: int) -> float:
+        _, profile = trained("stock", start, rows, options.steps + 1, **settings)
+        return sum(by_part(profile.seconds, options.steps).values())
+
+    best = stock_at_its_best(micro_batches(256, MICROS), seconds)
+    for one in best.tries:
+        print(f"stock in micro-batches of {one['per_device_train_batch_size']}: {one['s']:.3f} s a step")
+    gap = refuse_another_training(start, rows, best.settings)
+    sides = {"stock TRL": ("stock", {}), "stock at its best": ("stock", best.settings), "ours": ("ours", {})}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    said: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for _ in range(options.rounds):
+        for name, (kind, settings) in sides.items():
+            trainer, profile = trained(kind, start, rows, options.steps + 1, **settings)
+            found[name].append(by_part(profile.seconds, options.steps))
+            said[name].append((logged(trainer, "completions/mean_length"), logged(trainer, "reward")))
+    middle = {name: sorted(runs, key=lambda one: sum(one.values()))[len(runs) // 2] for name, runs in found.items()}
+    print(as_table(middle, options.steps))
+    whole = {name: [sum(one.values()) for one in runs] for name, runs in found.items()}
+    for name, each in whole.items():
+        length, reward = (fmean(one[place] for one in said[name]) for place in (0, 1))
+        print(f"{name}: {spread(each)} s a step; mean length {length:.1f} tokens, reward {reward:.3f}")
+    print(f"weights after three steps on the same draws differ by at most {gap:.1e}; {torch.get_num_threads()} threads")
+    for name in ("stock TRL", "stock at its best"):
+        ratios = [one / ours for one, ours in zip(whole[name], whole["ours"], strict=True)]
+        print(f"whole step, {name} / ours: {spread(ratios)}")
+
+
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--rounds", type=int, default=3)
@@ -116,32 +176,9 @@ def main() -> None:
     start = started(options.start, options.tiny)
     rows = training_rows()
     if options.host:
-        _, profile = trained("ours", start, rows, options.steps + 1, per_device_train_batch_size=options.rows)
-        parts = by_part(profile.seconds, options.steps)
-        print(as_table({"ours": parts}, options.steps))
-        print(host_table(profile.of_host, parts[PARTS["update"]], options.steps))
-        return
-    weights = [dict(trained("stock", start, rows, 3)[0].model.named_parameters())]
-    weights.append(dict(trained("ours", start, rows, 3, rollout={"generate": "stock"})[0].model.named_parameters()))
-    gap = max(float((weights[0][name] - weights[1][name]).detach().abs().max()) for name in weights[0])
-    if gap > AGREE:
-        raise SystemExit(f"after three steps on the same draws weights differ by {gap:.1e}: not the same training")
-    found: dict[str, list[dict[str, float]]] = {"stock TRL": [], "ours": []}
-    said: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
-    for _ in range(options.rounds):
-        for name in found:
-            trainer, profile = trained("stock" if name == "stock TRL" else "ours", start, rows, options.steps + 1)
-            found[name].append(by_part(profile.seconds, profile.steps - 1))
-            said[name].append((logged(trainer, "completions/mean_length"), logged(trainer, "reward")))
-    middle = {name: sorted(runs, key=lambda one: sum(one.values()))[len(runs) // 2] for name, runs in found.items()}
-    print(as_table(middle, options.steps))
-    whole = {name: median(sum(one.values()) for one in runs) for name, runs in found.items()}
-    for name in found:
-        each = ", ".join(f"{sum(one.values()):.3f}" for one in found[name])
-        length, reward = (fmean(one[place] for one in said[name]) for place in (0, 1))
-        print(f"{name}: {each} s a step; mean length {length:.1f} tokens, reward {reward:.3f}")
-    print(f"weights after three steps on the same draws differ by at most {gap:.1e}; {torch.get_num_threads()} threads")
-    print(f"whole step: {whole['stock TRL']:.3f} s / {whole['ours']:.3f} s = {whole['stock TRL'] / whole['ours']:.2f}x")
+        host(start, rows, options)
+    else:
+        compare(start, rows, options)
 
 
 if __name__ == "__main__":

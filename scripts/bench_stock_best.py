@@ -20,17 +20,16 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import bench_update_sides
 import torch
+from bench_search import liger, stock_at_its_best
 from bench_shapes import build
-from bench_tables import table
+from bench_tables import spread, table
 from bench_update_sides import GROUP, LENGTHS, Rollouts, Side, run
 from gpu_checks.work import live, needed_flops, shape_of
 from tqdm.auto import tqdm
@@ -59,15 +58,10 @@ class Cell:
 
     def search(self) -> dict[str, Any]:
         """The fastest of stock's settings; ``searched`` has them all."""
-        for more in liger():
-            for micro in self.args.micros:
-                try:
-                    seconds = self.side(GRPOTrainer, micro, **more).seconds
-                except torch.OutOfMemoryError:
-                    seconds = float("inf")
-                self.searched.append({"micro": micro, **more, "s": seconds})
-        best = min(self.searched, key=lambda row: row["s"])
-        return {name: value for name, value in best.items() if name != "s"}
+        candidates = [{"micro": micro, **more} for more in liger() for micro in self.args.micros]
+        best = stock_at_its_best(candidates, lambda **settings: self.side(GRPOTrainer, **settings).seconds)
+        self.searched = best.tries
+        return best.settings
 
     def measured(self, peak_flops: float, peak_bytes: float) -> dict[str, Any]:
         """The cell's row of the table."""
@@ -105,18 +99,8 @@ class Cell:
         return row
 
 
-def liger() -> list[dict[str, Any]]:
-    """Stock's settings without and, where they are installed, with Liger's kernels."""
-    return [{}] if find_spec("liger_kernel") is None else [{}, {"use_liger_kernel": True}]
-
-
 def apart(one: Side, other: Side) -> float:
     return float((one.gradient.double() - other.gradient.double()).norm() / other.gradient.double().norm())
-
-
-def spread(values: Sequence[float]) -> str:
-    """Median, and the least and the most."""
-    return f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
 def lengthen(to: int) -> None:

@@ -1,7 +1,9 @@
-"""Rows (mappings of column to value) as a Markdown table."""
+"""Rows (mappings of column to value) as a Markdown table, and a measured number with its spread."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 
@@ -16,3 +18,11 @@ def shown(value: Any) -> str:
     if not isinstance(value, float):
         return str(value).replace("|", "\\|").replace("\n", " ")
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:,.2f}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and the least and the most where there are several."""
+    middle = f"{median(values):.3g}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({min(values):.3g} to {max(values):.3g})"
