@@ -1,6 +1,6 @@
 """LanguageConsistencyReward on sentences in twelve languages and on human-written mathematics (nobody here wrote them).
 
-``python -m tests.reference.test_language_data`` prints the tables of ``docs/algorithms/language_consistency.md``.
+``python -m tests.reference.test_language_data`` prints the figures of ``docs/algorithms/language_consistency.md``.
 """
 
 from __future__ import annotations
