@@ -154,11 +154,12 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
             own.add_argument("action", nargs="?", choices=list(command.actions), help=said)
             said = f"a recipe, see {command.recipes}; the output folder of a run"
             own.add_argument("place", nargs="?", metavar="FILE or FOLDER", help=said)
-            own.add_argument("--only", metavar="STAGE", help="one stage alone; those that it reads are done")
+            only = "run this stage alone, once the stages that it reads are done"
+            own.add_argument("--only", metavar="STAGE", help=only)
             own.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
             own.add_argument("--submit", choices=["slurm"], help=SUBMIT)
         if command.resumes:
-            own.add_argument("--resume", action="store_true", help="as without it: the same command goes on")
+            own.add_argument("--resume", action="store_true", help="no effect: the same command goes on in any case")
         # allowed after the command, too; SUPPRESS keeps the value from before it
         own.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=TRACEBACK)
         if command.verbose:

@@ -58,9 +58,9 @@ def command_line() -> str:
         "# Command line",
         MADE,
         "",
-        "`grpo-lab train --help` says the same, and so for each command. Those with `--config` (and `quickstart`) "
-        "take `--key value` for every setting of their "
-        "recipe; what it may hold, how numbers are read, and exit codes: [recipes](recipes.md).",
+        "Every command prints its options with `--help`, such as `grpo-lab train --help`. Commands with `--config`, "
+        "and `quickstart`, also take `--key value` for every setting of their recipe. What a recipe may hold, how "
+        "numbers are read, and exit codes: [recipes](recipes.md).",
         "",
         *options(parser, {"help", "command"}),
         f"`--traceback` may stand after every command, too; `--verbose` after {', '.join(loud)}.",
@@ -68,7 +68,7 @@ def command_line() -> str:
     ]
     told = {name: rows_of(command, {"help", "traceback", "verbose"}) for name, command in commands.choices.items()}
     common = common_rows(told)
-    lines += ["Of several commands:", "", *table(HEAD, common)]
+    lines += ["Options that several commands have:", "", *table(HEAD, common)]
     for name, command in commands.choices.items():
         lines += [f"## {name}", sentence(said[name] % {}), ""]
         same = with_the_same_options(told, name)
@@ -76,7 +76,7 @@ def command_line() -> str:
             lines += [f"The options of [{same}](#{same}).", ""]
             continue
         own = [row for row in told[name] if row not in common]
-        also = [row[0] for row in told[name] if row in common]
+        also = [row[0].split(" ")[0].rstrip("`") + "`" for row in told[name] if row in common]
         lines += [*(table(HEAD, own) if own else []), *([f"Also {', '.join(also)}.", ""] if also else [])]
         lines += loaders(command)
     return "\n".join(lines)
@@ -134,7 +134,9 @@ def option(action: argparse.Action) -> tuple[str, str]:
 
 
 def _metavar(action: argparse.Action) -> str | None:
-    return action.metavar if isinstance(action.metavar, str) else None
+    if isinstance(action.metavar, tuple):
+        return " ".join(action.metavar)
+    return action.metavar
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -146,12 +148,10 @@ def settings() -> str:
         "# Settings",
         MADE,
         "",
-        "What `LabConfig` adds to `trl.GRPOConfig`, whose arguments it all takes, too. In a recipe they stand at the "
-        "top, in Python they "
-        "are arguments, on the command line `--update.max_tokens 4096`. A mapping may also be JSON text; an unknown "
-        "key is refused "
-        "with the nearest match, and a contradiction with both settings. `None` is `null` in YAML. It is the default "
-        "where no other is named.",
+        "`LabConfig` takes every argument of `trl.GRPOConfig` and these settings. In a recipe they are keys at the "
+        "top level, in Python arguments, on the command line options such as `--update.max_tokens 4096`. A mapping "
+        "may also be JSON text. An unknown key is refused with the nearest match, and a contradiction with both "
+        "settings. `None` is `null` in YAML, and the default where no other is named.",
         "",
     ]
     kinds = typing.get_type_hints(LabSettings)

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(f"`{name}`" for name in sorted([*LABS, *shipped_labs()]))
     parser.add_argument("name", metavar="NAME", help=f"{known} (docs/labs.md), or the path of a lab.yaml")
     add_options(parser, "runs/labs/NAME")
-    parser.add_argument("--recipe", help="another than the lab's: a path, or one below recipes/")
+    parser.add_argument("--recipe", help="another recipe than the lab's: a path, or a name below recipes/")
     parser.add_argument("--start", type=Path, help="a model to begin from, in place of the lab's own start")
 
 

@@ -118,16 +118,17 @@ def parser(doc: str | None, folder: str, seeds: Sequence[int] = (0, 1, 2)) -> ar
 
 def add_options(found: argparse.ArgumentParser, folder: str) -> None:
     """Add the options that every experiment has; seeds and folder are None if they are not given."""
-    found.add_argument("--seeds", type=int, nargs="+")
-    found.add_argument("--arms", nargs="+", help="only these")
+    found.add_argument("--seeds", type=int, nargs="+", help="seeds of every arm (default: the lab's)")
+    found.add_argument("--arms", nargs="+", help="run only these arms")
     found.add_argument("--folder", type=Path, help=f"default: {folder}")
-    found.add_argument("--jobs", type=int, default=1, help="cells side by side")
-    at_most = "cells run in this call; the next one goes on (0: only report)"
+    found.add_argument("--jobs", type=int, default=1, help="cells that run at the same time")
+    at_most = "run at most N cells; the next call goes on (0: only report)"
     found.add_argument("--at-most", type=int, metavar="N", help=at_most)
-    said: Any = {"metavar": ("KEY", "VALUE"), "help": "of the recipe, for every arm; VALUE as in a recipe"}
+    said: Any = {"metavar": ("KEY", "VALUE"), "help": "change a key of the recipe, for every arm"}
     found.add_argument("--set", nargs=2, action="append", default=[], **said)
-    found.add_argument("--difference", type=float, metavar="POINTS", help="that is to be seen: how many seeds it needs")
-    of_spread = "standard deviation over seeds, if no pilot is recorded"
+    of_difference = "print how many seeds it takes to see this difference, and stop"
+    found.add_argument("--difference", type=float, metavar="POINTS", help=of_difference)
+    of_spread = "with --difference: the standard deviation over seeds, if no pilot is recorded"
     found.add_argument("--spread", type=float, metavar="POINTS", help=of_spread)
     found.add_argument(
         "--dry-run", action="store_true", help="check all, print which cells would run and why, and stop"

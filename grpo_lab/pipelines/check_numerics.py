@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", choices=["numerics"], help="numerics: log-probs of trainer and engine")
     add("model", metavar="MODEL", help="folder or hub name")
-    add("--adapter", metavar="FOLDER", help="a LoRA adapter of it; the engine holds it beside the base")
+    add("--adapter", metavar="FOLDER", help="a LoRA adapter of the model; the engine holds it beside the base")
     add("--tokenizer", metavar="FOLDER", help="the trainer's tokenizer and chat template (default: the model's)")
     computes = "float32 weights, bfloat16 ones, or float32 ones under autocast to bfloat16, as `bf16: true` trains"
     add("--trainer", choices=["float32", "bfloat16", "autocast"], default="float32", help=computes)
@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--token-file", metavar="FILE", help="the server's token, as in `rollout.server.token_file`")
     add("--turns", type=int, default=4, help="turns of the policy (default: 4)")
     add("--length", type=int, default=1024, help="most tokens of a transcript (default: 1024)")
-    add("--prompts", type=int, default=16, help="transcripts (default: 16)")
-    add("--output", type=Path, default=Path("numerics.json"), help="the numbers (default: numerics.json)")
+    add("--prompts", type=int, default=16, help="number of transcripts (default: 16)")
+    add("--output", type=Path, default=Path("numerics.json"), help="file for the numbers (default: numerics.json)")
     add_engine_options(parser)
 
 

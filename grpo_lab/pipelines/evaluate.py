@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     splits = "gsm8k: train, test; humaneval: test; math, mbpp: of its source; file: the file's stem in a folder; "
     add(rows, "--split", f"default: test. {splits}{made}: {', '.join(SPLITS)}")
     add(rows, "--template", f"prompt templates: {', '.join(TEMPLATES)} (default: chat)", nargs="+", dest="templates")
-    add(rows, "--limit", "problems at most; of those that are made: how many", type=_at_least_one)
+    add(rows, "--limit", "most problems; of generated rows: how many to generate", type=_at_least_one)
     for name, loaders in loader_arguments().items():
         if name not in _ROWS:
             words = []
@@ -87,21 +87,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(how, "--n-samples", "sampled completions a problem, besides greedy (default: 0)", type=int)
     add(how, "--temperature", "of the samples (default: 1.0)", type=float)
     add(how, "--seed", "of the samples (default: 0); the rows' is --data.seed", type=int)
-    add(how, "--thinking", "what the chat template is told, `enable_thinking`", nargs="+", choices=["on", "off"])
+    add(how, "--thinking", "value of `enable_thinking` for the chat template", nargs="+", choices=["on", "off"])
     template_help = (
         "what the chat template is told besides, as YAML: '{reasoning_effort: low}' (default: nothing, or as --like)"
     )
     add(how, "--chat-template-kwargs", template_help, metavar="MAPPING")
-    add(how, "--thinking-budget", "tokens of thinking, or none", nargs="+", metavar="TOKENS")
-    add(how, "--budget-text", "closes the thinking at the budget (default: that of Qwen's documentation)")
+    add(how, "--thinking-budget", "most tokens of thinking, or none", nargs="+", metavar="TOKENS")
+    add(how, "--budget-text", "text that ends the thinking at the budget (default: that of Qwen's documentation)")
     measure = "also the mean of this reward: format=think_format, 'language={name: language_consistency, target: de}'"
     add(how, "--measure", measure, action="append", metavar="NAME=REWARD", dest="measures")
-    add(how, "--by", "a column of the rows, such as steps or level: accuracy at each of its values, too")
-    add(how, "--log-probs", "of the answers, for calibration", action="store_true")
-    add(how, "--tools", "functions that the model may call, module:function", nargs="+", metavar="TOOL")
-    add(how, "--environment", "what it acts in, module:Class, and is judged by (`get_reward`)", metavar="CLASS")
-    add(how, "--vllm", "vLLM in the place of transformers", action="store_true", dest="use_vllm")
-    add(how, "--against", "a second model, on the same problems: paired test", metavar="MODEL", default=None)
+    add(how, "--by", "also the accuracy at each value of this column, such as steps or level")
+    add(how, "--log-probs", "measure calibration by the answers' log-probs", action="store_true")
+    add(how, "--tools", "functions that the model may call, each as module:function", nargs="+", metavar="TOOL")
+    add(how, "--environment", "environment, as module:Class, whose `get_reward` judges", metavar="CLASS")
+    add(how, "--vllm", "generate with vLLM instead of transformers", action="store_true", dest="use_vllm")
+    add(how, "--against", "a second model for the same problems, with a paired test", metavar="MODEL", default=None)
     add(how, "--tokenizer", "another tokenizer's folder (default: the model's own)", default=None)
     output = "new folder for per-problem outputs (parquet, jsonl) and summary.json"
     parser.add_argument("--output", type=Path, help=output)

@@ -303,14 +303,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", "folder or hub name; the trainer's weights replace its own", required=True)
     add("--port", "port of the server", int, default=ServerOptions.port)
     add("--host", f"address to listen at, default {HOST}; {warned}", default=HOST)
-    add("--token-file", f"the token's file, made if need be (default: ${tokens.VARIABLE}, else made)", Path)
+    add("--token-file", f"file of the token, made if missing (default: ${tokens.VARIABLE}, else a new file)", Path)
     names = {"dest": "allow_hosts", "metavar": "NAME", "action": "append", "default": []}
-    add("--allow-host", "a further name that it is asked by, without port", **names)
+    add("--allow-host", "a further host name that clients may use, without port", **names)
     add("--max-request-mib", "longest request, in MiB", int, default=ServerOptions.max_request_mib)
     add_engine_options(parser)
     add("--tensor-parallel-size", "GPUs of one copy of the model", int, default=1)
     add("--gpu-memory-utilization", "share of a GPU's memory (vLLM's default: 0.9)", float)
-    add("--max-lora-rank", f"takes LoRA adapters (`rollout.sync: adapter`), up to a rank of {LORA_RANKS}", int)
+    add("--max-lora-rank", f"accept LoRA adapters (`rollout.sync: adapter`) up to this rank, one of {LORA_RANKS}", int)
     add("--start-timeout", "seconds until it must be up", float, default=START_TIMEOUT)
     add("--log", "file for vLLM's output instead of the terminal", Path)
 
