@@ -54,8 +54,12 @@ class _KeyTwice(ValueError):
 
 
 def read_text(path: str | os.PathLike[str], advice: str = "") -> str:
-    """Return the text of a file. Raises ValueError, ending with ``advice``, if it is no UTF-8; OSError if it cannot be
-    opened."""
+    """Return the text of a file.
+
+    Raises:
+        ValueError: the file is no UTF-8. The message ends with ``advice``.
+        OSError: the file cannot be opened.
+    """
     try:
         return _decoded(Path(path).read_bytes())
     except _Damaged as error:

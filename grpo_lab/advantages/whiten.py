@@ -104,6 +104,7 @@ def takes_penalty(rule: Any) -> bool:
 
 
 def token_rule(rule: Rule) -> Rule:
-    """Decorate a function ``f(table) -> [B, T]`` as a rule of level ``token``."""
+    """Mark a function ``f(table) -> [B, T]`` as an advantage rule of level ``token``, which gives each token of this
+    rank's rows an advantage of its own."""
     rule.level = "token"  # type: ignore[attr-defined]
     return rule

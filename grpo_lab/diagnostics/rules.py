@@ -162,7 +162,8 @@ def no_gradient(history: History, facts: Facts) -> str | None:
     "correction (with vLLM also vllm_importance_sampling_correction, rollout.verify_every), dtype/bf16",
 )
 def drifting(history: History, facts: Facts) -> str | None:
-    """Report that the engine's log-probs of the completions differ from the trainer's."""
+    """Report that the engine's log-probs of the completions differ from the trainer's by more than ``DRIFT`` nats a
+    token."""
     gaps = [recent(history, "rollout/sync_gap")]
     if not any(values(history, "rollout/staleness")):  # an older sampler differs by as much as the policy has moved
         gaps.append(lasting(history, "sampling/sampling_logp_difference/mean"))

@@ -49,7 +49,8 @@ KEPT = "answers.{}.jsonl"
 
 
 class EvaluationStopped(KeyboardInterrupt):
-    """Ctrl-C during an evaluation. ``result`` holds the answers until then; its settings say that it was stopped."""
+    """Raised when Ctrl-C ends an evaluation. ``result`` holds the answers that were complete by then, and its settings
+    say that it was stopped."""
 
     def __init__(self, result: EvaluationResult) -> None:
         super().__init__(f"stopped {result.stopped}")

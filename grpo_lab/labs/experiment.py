@@ -126,7 +126,7 @@ def add_options(found: argparse.ArgumentParser, folder: str) -> None:
     found.add_argument("--at-most", type=int, metavar="N", help=at_most)
     said: Any = {"metavar": ("KEY", "VALUE"), "help": "change a key of the recipe, for every arm"}
     found.add_argument("--set", nargs=2, action="append", default=[], **said)
-    of_difference = "print how many seeds it takes to see this difference, and stop"
+    of_difference = "also say how many seeds it takes to see this difference"
     found.add_argument("--difference", type=float, metavar="POINTS", help=of_difference)
     of_spread = "with --difference: the standard deviation over seeds, if no pilot is recorded"
     found.add_argument("--spread", type=float, metavar="POINTS", help=of_spread)

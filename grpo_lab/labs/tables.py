@@ -41,8 +41,9 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(found: Found) -> str:
-    """Make a table of the numbers ``after``, one row an arm, each as `spread`. If the records have numbers ``before``,
-    the start is the first row, as the first arm's seeds measured it."""
+    """Make a Markdown table of an experiment's records: a row for each arm, a column for each number in a record's
+    ``after``, as its mean and interval over seeds (`spread`). The numbers in ``before``, if there are any, make a first
+    row for the start, as the first arm's seeds measured it."""
     first = next(iter(found.values()))
     names = list(first[0]["after"])
     rows = [

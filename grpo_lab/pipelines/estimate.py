@@ -141,7 +141,7 @@ class Estimates:
         return "\n" + "; ".join([self._memory(s, section, model, said), *self._tokens(s, section, said)])
 
     def in_all(self) -> str:
-        """Return a line on what everything estimated so far takes."""
+        """Return a line on all stages estimated so far: the most memory of a process, and the number of tokens."""
         known = []
         if self.most:
             known = [f"{self.most / 2**30:.1f} GiB a process"]

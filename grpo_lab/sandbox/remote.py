@@ -40,7 +40,7 @@ class Unsendable(BaseException):
 
 
 class Program:
-    """The connection to one program. ``gone`` is set once it can no longer answer; from then on no test passes."""
+    """The connection to one program. Once it can no longer answer ``gone`` says why, and no further test passes."""
 
     def __init__(self, fd: int) -> None:
         self._channel = Channel(fd)

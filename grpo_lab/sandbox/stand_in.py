@@ -25,10 +25,14 @@ _PLAIN_NAMES = ("__name__", "__qualname__", "__annotations__", "__wrapped__")
 
 
 class RemoteObject:
-    """Proxy of an object in the program's process, ``number`` of the ``remote.Program``.
+    """Proxy of an object in the program's process.
 
-    ``derived``: it came out of arithmetic with the tests' data, which may contain the expected value. It is never asked
-    for its truth, number, order or content, so that a program cannot make ``not f(x) - 3`` true.
+    Args:
+        program: the ``remote.Program`` that answers for it.
+        number: number of the object in that process.
+        derived: whether it came out of arithmetic with the tests' data, which may contain the expected value. Such an
+            object is never asked for its truth, number, order or content, so that a program cannot make
+            ``not f(x) - 3`` true.
     """
 
     def __init__(self, program: Any, number: int, derived: bool = False) -> None:

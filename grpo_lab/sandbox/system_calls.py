@@ -73,8 +73,15 @@ _ARGUMENTS_AT = 16
 
 @dataclass(frozen=True)
 class Argument:
-    """Condition on a call's argument number ``place``: its lower half, masked by ``mask``, is one of ``values`` or,
-    with ``wanted`` False, none of them. The kernel reads no more of these arguments."""
+    """Condition on one argument of a system call: its lower 32 bits, masked by ``mask``, are one of ``values``. For the
+    calls listed here the kernel itself looks at these bits alone.
+
+    Attributes:
+        place: number of the argument, from 0.
+        values: the values that are compared.
+        mask: bits that are compared; by default all 32.
+        wanted: if False, the condition is that the argument is none of ``values``.
+    """
 
     place: int
     values: tuple[int, ...]

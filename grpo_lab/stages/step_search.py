@@ -79,19 +79,20 @@ def answer_key(text: str, read: ReadAnswer) -> str | None:
 
 
 class StateJudge(Protocol):
-    """Says what solutions are worth that have got as far as ``texts``, in [0, 1]; 0 if there is no step."""
+    """Returns the value of each state in [0, 1]. A state is a solution as far as it is written (``texts``); without a
+    step its value is 0."""
 
     def __call__(self, questions: Sequence[Question], texts: Sequence[str]) -> list[float]: ...
 
 
 @dataclass(frozen=True)
 class StepJudge:
-    """StateJudge by a token classifier's scores of the steps.
+    """A ``StateJudge`` that values a state by a token classifier, which scores each step of it.
 
     Args:
-        scores: p(good) at the end of each step.
-        of: ``last``: the last step's score is the state's value, as of a value model; ``least``: the worst step's, as
-            Math-Shepherd (arXiv 2312.08935, §3.4) ranks solutions.
+        scores: the classifier. It gives p(good) at the end of each step.
+        of: which score is the state's value. ``last``: that of the last step, as a value model says it; ``least``: the
+            lowest one, by which Math-Shepherd (arXiv 2312.08935, §3.4) ranks solutions.
     """
 
     scores: TokenClassificationSteps

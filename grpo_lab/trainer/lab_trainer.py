@@ -307,7 +307,8 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         super().log(logs, start_time)
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
-        """Log ``message`` once (per ``key``), on the main process only."""
+        """Log ``message`` on the main process. A second call with the same ``key`` (or, without one, the same message)
+        logs nothing."""
         self.recorder.say(message, key, level)
 
     def save_final(self, folder: Path) -> None:

@@ -224,7 +224,8 @@ class Recorder:
         return self.books[self.mode() if mode is None else mode]
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
-        """Log ``message`` once (per ``key``), on the main process only."""
+        """Log ``message`` on the main process. A second call with the same ``key`` (or, without one, the same message)
+        logs nothing."""
         if self.has_said(key or message):
             return
         self._said.add(key or message)
@@ -232,8 +233,8 @@ class Recorder:
             logger.log(level, message)
 
     def has_said(self, key: str) -> bool:
-        """Return whether ``say`` was called with this key. Processes that do not log note it, too, so every rank gives
-        the same answer."""
+        """Return whether ``say`` was called with this key. Every rank remembers the key, also those that log nothing,
+        so all ranks give the same answer."""
         return key in self._said
 
 

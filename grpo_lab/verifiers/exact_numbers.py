@@ -73,7 +73,8 @@ def compare_plain_numbers(gold: str, answer: str) -> bool | None:
 
 
 def compare_numbers(gold: str, answer: str) -> bool | None:
-    """Compare two numbers as `compare_plain_numbers` does, fractions included. Both must be in canonical spelling."""
+    """Return whether two decimals, fractions or mixed numbers are equal; None if only math-verify can tell. Both must
+    be in canonical spelling."""
     plain = compare_plain_numbers(gold, answer)
     if plain is not None:
         return plain

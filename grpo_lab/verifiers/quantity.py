@@ -59,9 +59,16 @@ VALUE_WORDS = frozenset({*_ONES, *_TENS, *_POWERS, *_COUNTS, *_PARTS, "hundred",
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number in a text: its `value` (35 of `35%`), where it ends, and how it is written. `plain`: figures alone,
-    `1,234.5`. `part`: ends in a fraction word. `suffix`: ends in a letter (`5k`), which in a formula would be a
-    variable."""
+    """A number that was read from a text.
+
+    Attributes:
+        value: the number itself; 35 for `35%`.
+        end: index in the text behind its last character.
+        plain: whether it is written in figures alone, as `1,234.5`.
+        percent: whether a percent sign or word follows.
+        part: whether it ends in a fraction word, as `two thirds`.
+        suffix: whether it ends in a letter, as `5k`, which in a formula would be a variable.
+    """
 
     value: Fraction
     end: int

@@ -248,8 +248,12 @@ class WeightLoading:
 
     @_answered
     def grpo_lab_differing_tensors(self, folder: str) -> dict[str, Any]:
-        """Compare this worker's tensors with a folder's; return {differing: [{name, relative, largest}]}, at most
-        20."""
+        """Compare this worker's tensors with those in a folder.
+
+        Returns:
+            ``{"differing": [{"name": …, "relative": …, "largest": …}, …]}``, the fields of a ``TensorDifference``, for
+            at most 20 tensors that differ.
+        """
         from grpo_lab.engines.weights.proof import differing_tensors
 
         found = differing_tensors(self.model_runner.get_model(), read_shards(trusted_folder(folder)))
@@ -267,7 +271,8 @@ def end_ids(declared: int | list[int] | None, tokenizer_id: int | None) -> list[
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """Return the size of the vocabulary, and hashes of it, of a test text's encoding and of the chat template."""
+    """Describe a tokenizer so that two can be compared: the size of its vocabulary, and hashes of the vocabulary, of a
+    test text's token ids and of the chat template."""
     vocabulary = tokenizer.get_vocab()
     template = getattr(tokenizer, "chat_template", None)
     return {

@@ -135,7 +135,8 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def plain_metrics(pending: Mapping[str, Iterable[Any]]) -> dict[str, list[float]]:
-    """Return the metrics since the last log as JSON numbers; TRL's keep their type, a team's may be scalar tensors."""
+    """Return the metrics since the last log as numbers that JSON can hold: int and float stay as they are, a scalar
+    tensor (which a team may log) becomes a float."""
     return {name: [one if type(one) in (int, float) else float(one) for one in seen] for name, seen in pending.items()}
 
 

@@ -27,7 +27,7 @@ def bonus_tokens(kept: Tensor) -> Tensor:
 
 
 class EntropyOfStep:
-    """Adds the bonus to the losses of an optimizer step, and measures the step's entropy and policy loss."""
+    """Adds the entropy bonus to the losses of an optimizer step, and measures the step's entropy and policy loss."""
 
     def __init__(self, trainer: UpdatePort) -> None:
         self._trainer = trainer

@@ -233,7 +233,8 @@ def may_bring_images(trainer: Any) -> bool:
 
 
 def prompt_tokens(trainer: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the token ids of the prompts of data set rows, as TRL's generation makes them; of text only."""
+    """Return the token ids of the prompts of data set rows, as TRL's generation makes them. The prompts must be text
+    without images."""
     ids, _, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])
     return [list(of_row) for of_row in ids]
 
