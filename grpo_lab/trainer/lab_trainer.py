@@ -307,8 +307,7 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         super().log(logs, start_time)
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
-        """Log ``message`` on the main process. A second call with the same ``key`` (or, without one, the same message)
-        logs nothing."""
+        """Log ``message`` on the main process, unless its ``key`` (by default the message) was logged before."""
         self.recorder.say(message, key, level)
 
     def save_final(self, folder: Path) -> None:

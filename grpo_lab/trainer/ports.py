@@ -224,8 +224,7 @@ class Recorder:
         return self.books[self.mode() if mode is None else mode]
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
-        """Log ``message`` on the main process. A second call with the same ``key`` (or, without one, the same message)
-        logs nothing."""
+        """Log ``message`` on the main process, unless its ``key`` (by default the message) was logged before."""
         if self.has_said(key or message):
             return
         self._said.add(key or message)
