@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
 from grpo_lab.testing import ScriptedRollout
+from parity.multiplication import multiply
 from parity.sampler import NoisySampler, as_with_vllm
 from parity.stock_like import Case, prompts, spread_reward
 from parity.tiny_vlm import with_images
@@ -173,19 +174,6 @@ def sampled_elsewhere(models: Models) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(models["text"], dtype=torch.float32)
     rollout = ScriptedRollout(range(20, 90), (3, 5, 8, 10), sampler_logps=NoisySampler(model))
     return {"model": model, "rollout_func": rollout}
-
-
-def multiply(a: int, b: int) -> int:
-    """Multiplies two whole numbers.
-
-    Args:
-        a: first factor
-        b: second factor
-
-    Returns:
-        The product.
-    """
-    return a * b
 
 
 class CallsATool:

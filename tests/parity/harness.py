@@ -16,6 +16,15 @@ from grpo_lab.trainer.resume.state import read_state, write_state
 from tolerance import movement_gap
 
 LENGTHS = (3, 5, 9, 14, 21, 30)
+#: preset → the TRL settings that say the same
+STOCK: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "dapo": {"loss_type": "dapo"},
+    "bnpo": {"loss_type": "bnpo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 3.0},
+}
 
 
 @dataclass
@@ -26,6 +35,15 @@ class Run:
     start: dict[str, torch.Tensor]
     history: list[dict[str, Any]]
     trainer: Any
+
+
+class Kept(ScriptedRollout):
+    """Keeps ``batches``: the prompts and the completions of each generation."""
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        found = super().__call__(prompts, trainer)
+        self.__dict__.setdefault("batches", []).append((found["prompt_ids"], found["completion_ids"]))
+        return found
 
 
 def with_entry(checkpoint: Path, name: str, entry: Any = None) -> None:
@@ -50,6 +68,11 @@ def mixed_reward(dead_every: int = 3) -> Callable[..., list[float]]:
         ]
 
     return parity_reward
+
+
+def by_name(preset: str) -> dict[str, Any]:
+    """Our settings that say the same: ``objective``, and beside it what a preset leaves to the user."""
+    return {"objective": preset} | ({"epsilon_high": 3.0} if preset == "cispo" else {})
 
 
 def arguments(folder: Path, **changes: Any) -> dict[str, Any]:

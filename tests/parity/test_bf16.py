@@ -19,17 +19,8 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.step import exact_update, micro_batch
-from parity.harness import Run, arguments, movement_difference, train
+from parity.harness import STOCK, Run, arguments, by_name, movement_difference, train
 
-#: preset → TRL's settings that say the same
-STOCK: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_type": "grpo"},
-    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
-    "dapo": {"loss_type": "dapo"},
-    "bnpo": {"loss_type": "bnpo"},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-    "cispo": {"loss_type": "cispo"},
-}
 #: GSPO's own clip: a ratio that is off by what bfloat16 rounds is cut off
 NARROW = {"epsilon": 3e-4, "epsilon_high": 4e-4}
 #: how a generation batch outlives an optimizer step
@@ -41,9 +32,8 @@ LIVES = {
 
 
 def config(kind: Any, folder: Path, name: str, bf16: bool = True, **changes: Any) -> Any:
-    settings = {"objective": name} if kind is LabConfig else STOCK[name]
-    bound = {"epsilon_high": 3.0} if name == "cispo" else {}
-    return kind(**{**arguments(folder, bf16=bf16), **bound, **settings, **changes})
+    settings = by_name(name) if kind is LabConfig else STOCK[name]
+    return kind(**{**arguments(folder, bf16=bf16), **settings, **changes})
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[float]:

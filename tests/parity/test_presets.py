@@ -25,9 +25,11 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_lab import DrGRPOTrainer, LabConfig, LabTrainer
 from grpo_lab.objectives import Clipped
 from parity.harness import (
+    STOCK,
     Run,
     adamw_bound,
     arguments,
+    by_name,
     mixed_reward,
     movement_bound,
     movement_difference,
@@ -36,17 +38,6 @@ from parity.harness import (
 )
 from tolerance import loss_gap
 
-#: preset → the TRL settings that say the same
-STOCK: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_type": "grpo"},
-    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
-    "dapo": {"loss_type": "dapo"},
-    "bnpo": {"loss_type": "bnpo"},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 3.0},
-}
-#: TRL settings that a preset leaves to the user and that stand beside ``objective``
-BESIDE: dict[str, dict[str, Any]] = {"cispo": {"epsilon_high": 3.0}}
 FAST = {("grpo", 0.0, 1), ("dr_grpo", 0.04, 2)}
 CASES = [
     pytest.param(name, beta, iterations, marks=() if (name, beta, iterations) in FAST else pytest.mark.slow)
@@ -110,21 +101,16 @@ def assert_bit_equal(ours: Run, theirs: Run) -> None:
 
 
 @pytest.mark.not_fast
+@pytest.mark.thorough(cases=["*-0.0-2", "*-0.04-1"])
 @pytest.mark.parametrize(("name", "beta", "iterations"), CASES)
-def test_preset_by_name(
-    name: str, beta: float, iterations: int, tiny_folder: Path, tmp_path: Path, record_property: Any
-) -> None:
+def test_preset_by_name(name: str, beta: float, iterations: int, tiny_folder: Path, tmp_path: Path) -> None:
     """``objective=name`` with the exact update: dead rows skipped, bins re-cut."""
     changes = {"beta": beta, "num_iterations": iterations}
     theirs = stock(tmp_path, tiny_folder, name, **changes)
-    config = LabConfig(**gentle(tmp_path, objective=name, **changes, **BESIDE.get(name, {})))
-    ours = train(LabTrainer, config, tiny_folder)
-    record_property("loss", loss_difference(ours, theirs))
-    record_property("movement", movement_difference(ours, theirs))
+    ours = train(LabTrainer, LabConfig(**gentle(tmp_path, **by_name(name), **changes)), tiny_folder)
     print(
-        f"{name}, beta {beta}, {iterations} iterations: losses differ by {loss_difference(ours, theirs):.1e}, "
-        "movement by "
-        f"{movement_difference(ours, theirs):.1e}, weights by {weight_difference(ours, theirs):.1e}"
+        f"{name}, beta {beta}, {iterations} iterations: losses differ by {loss_difference(ours, theirs):.1e}, movement "
+        f"by {movement_difference(ours, theirs):.1e}, weights by {weight_difference(ours, theirs):.1e}"
     )
     assert_same(ours, theirs)
     if beta == 0.0 and name != "bnpo":
@@ -132,33 +118,24 @@ def test_preset_by_name(
         assert min(live) < 1.0, "no dead group in the data: the exact update was not exercised"
 
 
-@pytest.mark.thorough(but="*-0.04-2")
+@pytest.mark.thorough(but="*-0.04-2-*")
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["update off", "plain config"])
 @pytest.mark.parametrize(("name", "beta", "iterations"), [case.values for case in CASES])
-def test_preset_with_update_off(name: str, beta: float, iterations: int, tiny_folder: Path, tmp_path: Path) -> None:
-    """The formula alone, micro-batch by micro-batch as TRL cuts them."""
-    changes = {"beta": beta, "num_iterations": iterations}
-    theirs = stock(tmp_path, tiny_folder, name, **changes)
-    config = LabConfig(**gentle(tmp_path, objective=name, update="off", **changes, **BESIDE.get(name, {})))
-    ours = train(LabTrainer, config, tiny_folder)
-    assert_same(ours, theirs)
-    if name == "dr_grpo" and beta == 0.0:
-        assert_bit_equal(ours, theirs)
-
-
-@pytest.mark.thorough(but="*-0.04-2")
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "beta", "iterations"), [case.values for case in CASES])
-def test_preset_from_a_plain_grpo_config(
-    name: str, beta: float, iterations: int, tiny_folder: Path, tmp_path: Path
+def test_preset_in_other_ways(
+    name: str, beta: float, iterations: int, way: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """TRL's own flat settings, mapped to ours."""
+    """The formula alone, micro-batch by micro-batch as TRL cuts them; and TRL's own flat settings, mapped to ours."""
     changes = {"beta": beta, "num_iterations": iterations}
     theirs = stock(tmp_path, tiny_folder, name, **changes)
-    config = GRPOConfig(**gentle(tmp_path, **STOCK[name], **changes))
+    config: Any = GRPOConfig(**gentle(tmp_path, **STOCK[name], **changes))
+    if way == "update off":
+        config = LabConfig(**gentle(tmp_path, **by_name(name), **changes, update="off"))
     ours = train(LabTrainer, config, tiny_folder)
     assert ours.trainer.algorithm.objective is not None, ours.trainer.algorithm.left_to_trl
     assert_same(ours, theirs)
+    if way == "update off" and name == "dr_grpo" and beta == 0.0:
+        assert_bit_equal(ours, theirs)
 
 
 @pytest.mark.slow
@@ -172,16 +149,13 @@ def test_named_trainer_is_the_preset(tiny_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.thorough(but=["dapo", "gspo"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(STOCK))
-def test_difference_under_adamw(name: str, tiny_folder: Path, tmp_path: Path, record_property: Any) -> None:
+def test_difference_under_adamw(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     """AdamW divides by √v: a gradient entry that is rounding noise (1e-9 against 1e-2) moves its weight by a full step,
     with a sign that rounding decides (``adamw_bound``). The number is printed (``pytest -s``)."""
     changes = {"optim": "adamw_torch", "learning_rate": 1e-3, "beta": 0.04}
     theirs = stock(tmp_path, tiny_folder, name, **changes)
-    config = LabConfig(**gentle(tmp_path, objective=name, **changes, **BESIDE.get(name, {})))
-    ours = train(LabTrainer, config, tiny_folder)
+    ours = train(LabTrainer, LabConfig(**gentle(tmp_path, **by_name(name), **changes)), tiny_folder)
     moved, weights = movement_difference(ours, theirs), weight_difference(ours, theirs)
-    record_property("movement", moved)
-    record_property("weights", weights)
     print(f"AdamW, {name}: movement differs by {moved:.1e}, weights by {weights:.1e}")
     assert moved <= adamw_bound(theirs)
 

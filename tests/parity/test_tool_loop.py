@@ -8,7 +8,7 @@ are TRL's. The oracle knows which tokens the sampler made, and nothing of the ma
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +127,20 @@ def stepped(model: Any, start: dict[str, torch.Tensor]) -> Run:
     return Run([], [], weights, start, [{"step": 1}], None)
 
 
+Trained = tuple[str, Run, Script]
+
+
+@pytest.fixture(scope="module", params=["tools", "environment"])
+def trained(
+    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Trained:
+    """TRL's own loop, the exact update."""
+    return request.param, *tool_run(request.param, models, tmp_path_factory.mktemp(request.param))
+
+
 @pytest.mark.not_fast
-@pytest.mark.parametrize("kind", ["tools", "environment"])
-def test_tokens_of_a_tool_carry_no_loss(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
-    exact, script = tool_run(kind, models, tmp_path)
+def test_tokens_of_a_tool_carry_no_loss(trained: Trained, models: dict[str, Path], tmp_path: Path) -> None:
+    kind, exact, script = trained
     roles = [[turn["role"] for turn in turns] for turns in script.messages]
     assert [r.count("tool") for r in roles[:8]] == [1, 2, 3, 0] * 2  # several turns in one conversation
     answers = [turn["content"] for turn in script.messages[5] if turn["role"] == "tool"]
@@ -150,19 +160,18 @@ def test_tokens_of_a_tool_carry_no_loss(kind: str, models: dict[str, Path], tmp_
 
 
 @pytest.mark.not_fast
-def test_the_oracle_sees_a_tool_token_that_carries_loss(models: dict[str, Path], tmp_path: Path) -> None:
-    exact, script = tool_run("tools", models, tmp_path)
+def test_the_oracle_sees_a_tool_token_that_carries_loss(trained: Trained, models: dict[str, Path]) -> None:
+    _, exact, script = trained
     row = next(row for row in script.rows[4:] if not all(policys(row, script.turns)))  # the first group is dead
-    script.turns.append((row[0], row[1]))  # as if the sampler had made all of it, the tool's answer too
+    script = replace(script, turns=[*script.turns, row])  # as if the sampler had made the tool's answer, too
     with pytest.raises(AssertionError):
         assert_same_movement(exact, by_hand(script, models["tools"], exact.start))
 
 
 @pytest.mark.not_fast
-@pytest.mark.parametrize("kind", ["tools", "environment"])
-def test_trajectories_are_those_of_trls_loop(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_trajectories_are_those_of_trls_loop(trained: Trained, models: dict[str, Path], tmp_path: Path) -> None:
     """``rollout.turns``: the same draws in the same order, the same rows, and the same weights to the bit."""
-    stock, script = tool_run(kind, models, tmp_path)
+    kind, stock, script = trained
     ours, same = tool_run(kind, models, tmp_path, rollout={"turns": {}})
     assert same == script
     assert all(torch.equal(ours.weights[name], value) for name, value in stock.weights.items())
@@ -176,9 +185,10 @@ def test_trajectories_are_those_of_trls_loop(kind: str, models: dict[str, Path],
 def test_an_environment_of_this_process_cannot_run_in_another(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    one_process = {"turns": {"threads": 1}}
     monkeypatch.setattr(Counter.multiply, "in_process", True, raising=False)
     with pytest.raises(ValueError, match=r"Counter.multiply is to run in a process .* a method of"):
-        tool_run("environment", models, tmp_path, rollout={"turns": {}})
+        tool_run("environment", models, tmp_path, rollout=one_process)
     monkeypatch.setattr(multiply, "in_process", True, raising=False)
-    _, script = tool_run("tools", models, tmp_path, rollout={"turns": {}})
+    _, script = tool_run("tools", models, tmp_path, rollout=one_process)
     assert [one["content"] for one in script.messages[5] if one["role"] == "tool"] == ["10", "15"]

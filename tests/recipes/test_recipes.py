@@ -12,7 +12,7 @@ from grpo_lab.data import TEMPLATES
 from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import plan_of_pipeline
-from grpo_lab.recipe.sections import read_recipe
+from grpo_lab.recipe.sections import read_recipe, recipe_from
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml
 from grpo_lab.registry import modules_beside
 
@@ -37,13 +37,23 @@ def test_there_are_recipes() -> None:
     }
 
 
+def fewer_rows(written: Any) -> Any:
+    """Of problems that are made up: writing ten thousands of them is most of a dry run's time."""
+    if isinstance(written, list):
+        return [fewer_rows(one) for one in written]
+    if not isinstance(written, dict):
+        return written
+    return {name: min(value, 300) if name == "n" else fewer_rows(value) for name, value in written.items()}
+
+
 @pytest.mark.not_fast
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_loads_and_dry_runs(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    changes: dict[str, Any] = {**ON_CPU, "output_dir": str(tmp_path / "out"), **fewer_rows(path)}
+    changes: dict[str, Any] = {**ON_CPU, "output_dir": str(tmp_path / "out")}
     if path.stem == "smoke":
         changes |= smoke_paths(request.getfixturevalue("grpo_lab_data"))
-    facts = dry_run(read_recipe(path, changes))
+    modules_beside(path)  # as the command does
+    facts = dry_run(recipe_from(fewer_rows(read_yaml(path, changes)), default_name=path.stem))
     assert facts["output folder"] == str(tmp_path / "out")
     assert facts["prompt template"] in TEMPLATES
     assert "surrogate=" in facts["algorithm"] or "TRL's own loss" in facts["algorithm"]
@@ -56,21 +66,11 @@ def test_a_pipeline_dry_runs(path: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)  # where a team's own general rows lie
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "general.jsonl").write_text('{"prompt": "Say hello.", "completion": "Hello."}\n')
-    modules_beside(path)  # as the command does
-    written = read_yaml(path, {"output_dir": str(tmp_path / "out")})
+    modules_beside(path)
+    written = fewer_rows(read_yaml(path, {"output_dir": str(tmp_path / "out")}))
     plan = plan_of_pipeline(pipeline_from(written, beside=path.parent))
     assert plan["output folder"] == str(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def fewer_rows(path: Path) -> dict[str, Any]:
-    """Of problems that are made up: writing ten thousands of them is most of a dry run's time."""
-    written = yaml.safe_load(path.read_text())
-    sections = {"cold_start.data": (written.get("cold_start") or {}).get("data") or {}}
-    sections["data"] = written.get("data", {})
-    for task, own in written.get("mixture", {}).items():
-        sections |= {f"mixture.{task}.data": own["data"], f"cold_start.data.{task}": sections["cold_start.data"][task]}
-    return {f"{name}.n": 300 for name, section in sections.items() if section.get("n", 0) > 300}
 
 
 def smoke_paths(data: Path) -> dict[str, Any]:

@@ -221,19 +221,6 @@ def test_a_pipeline_from_end_to_end_in_two_steps_each(
     assert done["general-modes"]["accuracy"] is not None
 
 
-@pytest.mark.not_fast(but="pipeline.yaml")
-@pytest.mark.parametrize("name", TASKS)
-def test_the_recipes_can_be_planned(name: str, tmp_path: Path) -> None:
-    written = read_yaml(RECIPES / name, {"output_dir": str(tmp_path / "out")})
-    for stage in written["stages"]:
-        if "n" in stage.get("data", {}):
-            stage["data"] = {**stage["data"], "n": 64}
-    recipe = pipeline_from(written)
-    plan = plan_of_pipeline(recipe)
-    assert len(plan) == len(recipe.stages) + 3
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_hub_out_of_reach_is_asked_once(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time would be 23 s of retries, at every stage; another name is asked for where a name is wrong."""
     asked = []

@@ -240,23 +240,6 @@ def test_kimi_trainer_adds_the_length_reward_after_its_warm_up(tmp_path: Path) -
     assert rows[-1]["rewards/kimi_length_reward/std"] > 0.0
 
 
-def test_the_warm_up_goes_on_after_a_resume(tmp_path: Path) -> None:
-    """Warm-up of 3 updates, checkpoint after 2: the resumed run has the weights and rewards of the uninterrupted
-    one."""
-    settings: dict[str, Any] = {"num_iterations": 1, "objective": MIRROR, "reset_optimizer": True}
-    rewards = [accuracy_reward, KimiLengthReward(0.5, warmup_steps=3)]
-    whole = build(tmp_path / "a", rewards=rewards, **settings)
-    whole.train()
-    build(tmp_path / "b", rewards=rewards, **settings, save_strategy="steps", save_steps=2).train()
-    again = build(tmp_path / "b", rewards=rewards, **settings)
-    again.rollout_func.calls = 2
-    again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
-    for trainer in (whole, again):
-        rows = [row for row in trainer.state.log_history if "reward" in row]
-        assert [row["reward_weights/kimi_length_reward"] for row in rows] == [0.0, 0.0, 0.0, 0.5]
-    assert torch.equal(weights(again), weights(whole))
-
-
 def test_kimi_trainer_leaves_a_given_length_reward_alone() -> None:
     own = KimiLengthReward(weight=0.1)
     assert KimiTrainer.declared_rewards([accuracy_reward, own]) == [accuracy_reward, own]
@@ -282,23 +265,38 @@ def test_r1_zero_trainer_declares_accuracy_format_and_language(tmp_path: Path) -
     assert R1.declared_rewards(own) == own
 
 
-def test_reward_schedules_are_logged_and_kept_over_a_resume(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "num_iterations": 1,
-        "objective": "dr_grpo",
-        "reward_schedules": {"accuracy_reward": {"kind": "linear", "start": 0, "end": 4, "value": 2.0}},
-    }
-    whole = build(tmp_path / "a", **settings)
+LINEAR = {"accuracy_reward": {"kind": "linear", "start": 0, "end": 4, "value": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "settings", "seen"),
+    [
+        (
+            [accuracy_reward, KimiLengthReward(0.5, warmup_steps=3)],
+            {"objective": MIRROR, "reset_optimizer": True},
+            {"kimi_length_reward": [0.0, 0.0, 0.0, 0.5]},
+        ),
+        (
+            accuracy_reward,
+            {"objective": "dr_grpo", "reward_schedules": LINEAR},
+            {"accuracy_reward": [0.0, 0.5, 1.0, 1.5]},  # 2.0 · step/4
+        ),
+    ],
+    ids=["warm-up", "schedule"],
+)
+def test_a_weight_of_a_reward_is_logged_and_goes_on_after_a_resume(
+    rewards: Any, settings: dict[str, Any], seen: dict[str, list[float]], tmp_path: Path
+) -> None:
+    """Four updates, resumed after two: weights and rewards of the uninterrupted run."""
+    settings = {"rewards": rewards, "num_iterations": 1, **settings}
+    whole = build(tmp_path / "whole", **settings, save_strategy="steps", save_steps=2)
     whole.train()
-    seen = [row["reward_weights/accuracy_reward"] for row in whole.state.log_history if "reward" in row]
-    assert seen == [0.0, 0.5, 1.0, 1.5]  # 2.0 · step/4
-    first = build(tmp_path / "b", **settings, save_strategy="steps", save_steps=2)
-    first.train()
-    again = build(tmp_path / "b", **settings)
+    again = build(tmp_path / "again", **settings)
     again.rollout_func.calls = 2
-    again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
-    resumed = [row["reward_weights/accuracy_reward"] for row in again.state.log_history if "reward" in row]
-    assert resumed == [0.0, 0.5, 1.0, 1.5]
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for trainer in (whole, again):
+        rows = [row for row in trainer.state.log_history if "reward" in row]
+        assert {name: [row[f"reward_weights/{name}"] for row in rows] for name in seen} == seen
     assert torch.equal(weights(again), weights(whole))
 
 

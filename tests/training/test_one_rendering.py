@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from datasets.fingerprint import Hasher
 from transformers import AutoTokenizer
 from trl import GRPOTrainer, SFTTrainer
 
@@ -117,7 +119,9 @@ def world(request: pytest.FixtureRequest, saved: Path, tmp_path: Path, monkeypat
     (tmp_path / "rows_of_one_rendering.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "rows_of_one_rendering", raising=False)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", cache(AutoTokenizer.from_pretrained))  # seconds each
+    # seconds each: of reading 150,000 words, and of their hash, by which `Dataset.map` would find what it has made
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", cache(AutoTokenizer.from_pretrained))
+    monkeypatch.setattr(Hasher, "hash", lambda *_: secrets.token_hex(8))
     seen: list[list[int]] = []
 
     def answer(_: Any, prompts: Any, *, n: int, **how: Any) -> list[list[engines.Completion]]:

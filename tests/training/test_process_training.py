@@ -17,8 +17,7 @@ from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.pipelines.train import train as pipeline
 from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.rewards import EquationSteps, TokenClassificationSteps, step_reward, steps_as_outcome
-from grpo_lab.testing import ScriptedRollout
-from parity.harness import LENGTHS, Run, arguments, assert_same_movement, mixed_reward, problems, train
+from parity.harness import LENGTHS, Kept, Run, arguments, assert_same_movement, mixed_reward, problems, train
 from process_oracle import LR, PROCESS, literal, ragged_steps, replayed, scored
 from step_judge import saved_judge
 
@@ -27,13 +26,6 @@ from step_judge import saved_judge
 def one_step(prompts: Any, completions: Any, completion_ids: Any, number: Any, **_: Any) -> Any:
     values = mixed_reward()(prompts, completion_ids, number)
     return [[(len(ids) - 1, value)] for ids, value in zip(completion_ids, values, strict=True)]
-
-
-class Kept(ScriptedRollout):
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        found = super().__call__(prompts, trainer)
-        self.__dict__.setdefault("batches", []).append((found["prompt_ids"], found["completion_ids"]))
-        return found
 
 
 def run(folder: Path, model: Path, rewards: Any, objective: Any = PROCESS, **settings: Any) -> Run:

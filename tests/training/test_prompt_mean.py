@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.testing import ScriptedRollout
-from parity.harness import LENGTHS, Run, arguments, mixed_reward, movement_bound, movement_difference, train
+from parity.harness import LENGTHS, Kept, Run, arguments, mixed_reward, movement_bound, movement_difference, train
 
 POINT = {"name": "dr_grpo", "aggregation": "prompt_mean"}
 GROUP, LR = 4, 0.5
@@ -22,13 +21,6 @@ CUTS: dict[str, dict[str, Any]] = {
     "six micro-batches": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6, "update": "off"},
     "small bins": {"update": {"max_tokens": 40}},
 }
-
-
-class Kept(ScriptedRollout):
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        found = super().__call__(prompts, trainer)
-        self.__dict__["made"] = (found["prompt_ids"], found["completion_ids"])
-        return found
 
 
 def trained(tiny: Path, out: Path, **changes: Any) -> tuple[Run, Kept]:
@@ -42,7 +34,7 @@ def trained(tiny: Path, out: Path, **changes: Any) -> tuple[Run, Kept]:
 def by_hand(tiny: Path, rollout: Kept, end: int) -> dict[str, torch.Tensor]:
     """One step of SGD on 1/3 Σ_prompts Σ −Â·log π / (loss tokens of the prompt), each row by itself."""
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    prompts, completions = rollout.__dict__["made"]
+    ((prompts, completions),) = rollout.batches  # type: ignore[attr-defined]
     loss = torch.zeros(())
     for start in range(0, 12, GROUP):
         rows = range(start, start + GROUP)

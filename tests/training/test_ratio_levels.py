@@ -12,18 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.testing import ScriptedRollout
-from parity.harness import LENGTHS, Run, arguments, mixed_reward, movement_difference, train
+from parity.harness import LENGTHS, Kept, Run, arguments, mixed_reward, movement_difference, train
 
 pytestmark = pytest.mark.slow
 GROUP, LR, EPSILON = 4, 0.2, 0.02
-
-
-class Kept(ScriptedRollout):
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        found = super().__call__(prompts, trainer)
-        self.__dict__.setdefault("batches", []).append((found["prompt_ids"], found["completion_ids"]))
-        return found
 
 
 def run(folder: Path, model: Path, rewards: Any, ratio: str, **settings: Any) -> Run:

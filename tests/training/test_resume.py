@@ -270,23 +270,6 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
     assert_same(silent, saving)
 
 
-def test_the_optimizer_is_neither_emptied_twice_nor_kept(tmp_path: Path) -> None:
-    """Two updates an iteration, resumed after the first: moments go into the second, and are gone after it."""
-    whole = build(tmp_path / "whole", KimiTrainer, **TWO_ITERATIONS, max_steps=2)
-    whole.train()
-    saved = torch.load(tmp_path / "whole" / "checkpoint-1" / "optimizer.pt", weights_only=True)
-    assert saved["state"]
-    again = build(tmp_path / "again", KimiTrainer, **TWO_ITERATIONS, max_steps=2)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    assert torch.equal(weights(again), weights(whole))
-    assert again.optimizer.state_dict()["state"] == {}
-    emptied = build(tmp_path / "emptied", KimiTrainer, **TWO_ITERATIONS, max_steps=2)
-    saved["state"] = {}
-    torch.save(saved, unlisted(tmp_path / "whole" / "checkpoint-1" / "optimizer.pt"))
-    emptied.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    assert not torch.equal(weights(emptied), weights(whole))
-
-
 def test_the_completions_table_goes_on(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         **TWO_ITERATIONS,
@@ -383,13 +366,6 @@ def test_at_a_batchs_end_nothing_is_missed(whole: Any, tmp_path: Path, caplog: p
         again = resumed(whole, tmp_path, without_files, stop=2)
     assert_same(again, whole)
     assert "generation batch" not in caplog.text
-
-
-def test_another_batch_shape_is_warned_of(whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", logger="grpo_lab"):
-        again = resumed(whole, tmp_path, nothing, steps_per_generation=2, num_iterations=2)
-    assert "is of another run (steps_per_generation 4 → 2, num_iterations 1 → 2)" in caplog.text
-    assert again.state.global_step == 6
 
 
 def test_the_steps_of_a_shifted_run_resume_exactly(whole: Any, tmp_path: Path) -> None:
@@ -588,12 +564,22 @@ def test_size_of_the_file(tmp_path: Path) -> None:
     assert file.stat().st_size < held + 10_000
 
 
-def test_a_copied_checkpoint_of_another_step_is_not_taken(
-    whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def mix(place: Path) -> None:
-        shutil.copy(place.parent / "checkpoint-1" / STATE, place / STATE)
+def of_step_1(place: Path) -> None:
+    shutil.copy(place.parent / "checkpoint-1" / STATE, place / STATE)
 
+
+@pytest.mark.parametrize(
+    ("change", "settings", "said"),
+    [
+        (nothing, {"steps_per_generation": 2, "num_iterations": 2}, "steps_per_generation 4 → 2, num_iterations 1 → 2"),
+        (of_step_1, {}, "optimizer step 1 → 3"),
+    ],
+    ids=["another batch shape", "a copied state"],
+)
+def test_a_generation_batch_of_another_run_is_not_taken(
+    change: Any, settings: dict[str, Any], said: str, whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("WARNING", logger="grpo_lab"):
-        resumed(whole, tmp_path, mix)
-    assert "is of another run (optimizer step 1 → 3)" in caplog.text
+        again = resumed(whole, tmp_path, change, **settings)
+    assert f"is of another run ({said})" in caplog.text
+    assert again.state.global_step == 6

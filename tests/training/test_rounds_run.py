@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -210,15 +211,14 @@ def log_probs(model: Any, tokenizer: Any, prompt: str, answer: str) -> tuple[flo
 
 def weight_by_hand(rejected: float, chosen: float, margin: float = 0.0) -> float:
     """σ(r̂⁻ − r̂⁺ + γ) = 1 / (1 + exp(r̂⁺ − r̂⁻ − γ))."""
-    import math
-
     return 1.0 / (1.0 + math.exp(chosen - rejected - margin))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "simpo"])
-def test_the_logged_weight_is_that_of_the_formula(tiny_folder: Path, tmp_path: Path, method: Any) -> None:
-    """Two pairs in one batch whose weights differ, so that a σ of mean rewards is not the mean of σ."""
+def test_loss_and_weight_are_those_of_the_formula(tiny_folder: Path, tmp_path: Path, method: Any) -> None:
+    """−log σ(r̂⁺ − r̂⁻ − γ) and σ(r̂⁻ − r̂⁺ + γ), with r̂ = β log π/π_ref (DPO) or β times the mean log π (SimPO). Two
+    pairs in one batch whose weights differ, so that a σ of mean rewards is not the mean of σ."""
     pairs = [
         {"prompt": "Ann has 3 stamps.", "chosen": " She has 3.", "rejected": " Perhaps it is four or five of them."},
         {"prompt": "Tom eats 2.", "chosen": " A long answer that says nothing at all about it.", "rejected": " Two."},
@@ -249,11 +249,11 @@ def test_the_logged_weight_is_that_of_the_formula(tiny_folder: Path, tmp_path: P
     arguments |= {"simpo_gamma": gamma} if method == "simpo" else {}
     parts: dict[str, Any] = {"ref_model": reference} if method == "dpo" else {}
     train_by(method, model, tokenizer, Dataset.from_list(pairs), tmp_path, arguments, [Keep()], **parts)
-    # σ has a slope of at most ¼; four sums (DPO) of up to 20 log-probs of 7 nats each, or two means of them
+    # σ has a slope of at most ¼, −log σ of at most 1; four sums (DPO) of up to 20 log-probs of 7 nats, or two means
     sums = 4 * 20 if method == "dpo" else 2
-    assert seen[0]["rewards/weight"] == pytest.approx(
-        sum(by_hand) / 2, abs=0.25 * beta * sums * log_prob_gap(torch.float32, 7.0, width=32)
-    )
+    gap = beta * sums * log_prob_gap(torch.float32, 7.0, width=32)
+    assert seen[0]["rewards/weight"] == pytest.approx(sum(by_hand) / 2, abs=0.25 * gap)
+    assert seen[0]["loss"] == pytest.approx(-sum(math.log(1 - weight) for weight in by_hand) / 2, abs=gap)
 
 
 def test_the_weight_is_high_where_the_reward_is_wrong() -> None:

@@ -100,22 +100,6 @@ def test_after_an_error_in_a_reward(objective: str | None, tiny_folder: Path, tm
 
 
 @pytest.mark.not_fast
-@pytest.mark.parametrize("objective", [None, "dapo"])
-def test_after_ctrl_c_inside_a_generation_batch(objective: str | None, tiny_folder: Path, tmp_path: Path) -> None:
-    """Step 2 was begun on the second half of the batch; the rest of it is of the training that broke off."""
-    trainer = build(tiny_folder, tmp_path, objective=objective, **REUSED)
-    trainer.add_callback(Interrupts(at=1))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    fresh = build(tiny_folder, tmp_path, objective=objective, **REUSED)
-    fresh.model.load_state_dict(trainer.model.state_dict())
-    fresh.reward_funcs[0].calls = trainer.reward_funcs[0].calls
-    found, expected = trained(trainer), trained(fresh)
-    assert torch.equal(found[0], expected[0])
-    assert found[1] == expected[1]
-
-
-@pytest.mark.not_fast
 def test_after_a_training_that_ended_inside_a_batch_as_stock(tiny_folder: Path, tmp_path: Path) -> None:
     """With `objective` unset a second training goes on as TRL's does: with the rest of the open batch."""
     ours, stock = (
@@ -131,10 +115,21 @@ def test_after_a_training_that_ended_inside_a_batch_as_stock(tiny_folder: Path, 
 
 
 @pytest.mark.not_fast
-def test_after_a_training_that_ended_inside_a_batch_anew(tiny_folder: Path, tmp_path: Path) -> None:
-    trainer = build(tiny_folder, tmp_path, objective="dapo", **REUSED)
-    trained(trainer)
-    fresh = build(tiny_folder, tmp_path, objective="dapo", **REUSED)
+@pytest.mark.parametrize(
+    ("objective", "interrupted"), [(None, True), ("dapo", True), ("dapo", False)], ids=["drop-in", "ours", "ended"]
+)
+def test_the_rest_of_a_batch_is_of_the_training_before(
+    objective: str | None, interrupted: bool, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Broken off by Ctrl-C in step 2, which was begun on the second half of the batch; or at its end."""
+    trainer = build(tiny_folder, tmp_path, objective=objective, **REUSED)
+    if interrupted:
+        trainer.add_callback(Interrupts(at=1))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    else:
+        trained(trainer)
+    fresh = build(tiny_folder, tmp_path, objective=objective, **REUSED)
     fresh.model.load_state_dict(trainer.model.state_dict())
     fresh.reward_funcs[0].calls = trainer.reward_funcs[0].calls
     found, expected = trained(trainer), trained(fresh)

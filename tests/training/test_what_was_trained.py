@@ -10,7 +10,9 @@ import pytest
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_lab import LabConfig, LabTrainer
+from grpo_lab import KimiTrainer, LabConfig, LabTrainer
+from grpo_lab.pipelines.train import rewards_in_force
+from grpo_lab.recipe.sections import recipe_from
 from parity.harness import arguments, mixed_reward, problems
 
 
@@ -116,25 +118,14 @@ def test_a_replaced_loss_and_trls_own(tiny_folder: Path, tmp_path: Path) -> None
     assert "TRL's own loss" in card_of(left)
 
 
-def test_the_runs_record_names_rewards_that_the_trainer_added(tiny_folder: Path, tmp_path: Path) -> None:
-    """`run.json` of a KimiTrainer named the recipe's reward only, and not the length reward."""
-    from grpo_lab import KimiTrainer
-    from grpo_lab.pipelines.train import rewards_in_force
-    from grpo_lab.recipe.sections import recipe_from
-
-    made = trainer(KimiTrainer, tmp_path, tiny_folder, max_completion_length=8)
+def test_the_runs_record_has_the_rewards_in_force(tiny_folder: Path, tmp_path: Path) -> None:
+    """What the trainer has added, and `reward_weights`: `run.json` had the recipe's rewards and weights alone."""
     written = {"model": {"tiny": {}}, "data": {"loader": "word_problems", "n": 8}, "rewards": ["tests:mixed"]}
-    _, added = rewards_in_force(recipe_from(written).rewards, made)
+    rewards = recipe_from(written).rewards
+    made = trainer(KimiTrainer, tmp_path / "kimi", tiny_folder, max_completion_length=8)
+    _, added = rewards_in_force(rewards, made)
     assert (added.name, added.weight) == ("kimi_length_reward", 0.5)  # it said 1, TRL's outer factor
     assert added.arguments == {"schedule": {"kind": "warmup", "start": 100, "value": 0.5}}
     assert "kimi_length_reward × 0.5 from step 100 on, 0 before" in card_of(made)
-
-
-def test_the_runs_record_has_the_weights_that_reward_weights_set(tiny_folder: Path, tmp_path: Path) -> None:
-    from grpo_lab.pipelines.train import rewards_in_force
-    from grpo_lab.recipe.sections import recipe_from
-
-    made = trainer(LabTrainer, tmp_path, tiny_folder, reward_weights=[0.25])
-    written = {"model": {"tiny": {}}, "data": {"loader": "word_problems", "n": 8}, "rewards": ["tests:mixed"]}
-    (found,) = rewards_in_force(recipe_from(written).rewards, made)
-    assert found.weight == 0.25  # it said 1.0, the recipe's
+    (found,) = rewards_in_force(rewards, trainer(LabTrainer, tmp_path / "lab", tiny_folder, reward_weights=[0.25]))
+    assert found.weight == 0.25
