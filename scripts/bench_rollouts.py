@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from bench_shapes import build
+from bench_tables import spread
 from bench_update_sides import LENGTHS
 from transformers import AutoModelForCausalLM
 
@@ -115,8 +116,8 @@ def main() -> None:
         report(size, args, prompts, measured(ways, args.repeats))
 
 
-def measured(ways: dict[str, Callable[[], int]], repeats: int) -> dict[str, tuple[float, int]]:
-    """name → (median seconds, prompt tokens computed); the ways take turns."""
+def measured(ways: dict[str, Callable[[], int]], repeats: int) -> dict[str, tuple[list[float], int]]:
+    """name → (seconds of each repeat, prompt tokens computed); the ways take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     prefill: dict[str, int] = {}
     for repeat in range(repeats + 1):
@@ -127,10 +128,12 @@ def measured(ways: dict[str, Callable[[], int]], repeats: int) -> dict[str, tupl
                 torch.cuda.synchronize()
             if repeat:
                 seconds[name].append(time.perf_counter() - began)
-    return {name: (statistics.median(seconds[name]), prefill[name]) for name in ways}
+    return {name: (seconds[name], prefill[name]) for name in ways}
 
 
-def report(size: int, args: argparse.Namespace, prompts: list[list[int]], found: dict[str, tuple[float, int]]) -> None:
+def report(
+    size: int, args: argparse.Namespace, prompts: list[list[int]], found: dict[str, tuple[list[float], int]]
+) -> None:
     made = len(prompts) * GROUP * args.tokens
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(
@@ -142,7 +145,9 @@ def report(size: int, args: argparse.Namespace, prompts: list[list[int]], found:
     print("| way | seconds | new tokens/s | against transformers | prompt tokens computed |\n|---|---|---|---|---|")
     slowest = found["transformers generate"][0]
     for name, (seconds, prefill) in found.items():
-        print(f"| {name} | {seconds:.2f} | {made / seconds:,.0f} | {slowest / seconds:.2f}x | {prefill:,} |")
+        faster = spread([slow / fast for slow, fast in zip(slowest, seconds, strict=True)])
+        rate = made / statistics.median(seconds)
+        print(f"| {name} | {spread(seconds)} | {rate:,.0f} | {faster} | {prefill:,} |")
 
 
 if __name__ == "__main__":

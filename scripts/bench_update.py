@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from bench_shapes import build
-from bench_tables import table
+from bench_tables import spread, table
 from bench_update_sides import GROUP, floor, run
 from trl import GRPOTrainer
 
@@ -103,8 +103,12 @@ def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) 
         stock.append(run(GRPOTrainer, folder, args, dead, corrected, "sgd"))
         ours.append(run(LabTrainer, folder, args, dead, corrected, "sgd"))
     stock_s, ours_s = median(side.seconds for side in stock), median(side.seconds for side in ours)
+    steps = [
+        (theirs, own) for a, b in zip(stock, ours, strict=True) for theirs, own in zip(a.each, b.each, strict=True)
+    ]
     row: dict[str, Any] = {
         "dead": dead * GROUP / args.rows, "stock s": stock_s, "ours s": ours_s, "speed-up": stock_s / ours_s,
+        "of single steps": spread([theirs / own for theirs, own in steps]),
         "stock MiB": max(s.peak for s in stock), "ours MiB": max(s.peak for s in ours), "stock tokens": stock[0].tokens,
         "ours tokens": ours[0].tokens, "gradient": relative(ours[0].gradient, stock[0].gradient),
         "movement": relative(ours[0].moved, stock[0].moved),

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from bench_tables import spread
 
 _FILES = {
     "gsm8k": "gsm8k/gsm8k_model_outputs.jsonl",
@@ -103,18 +104,21 @@ def measured(side: str, name: str, arguments: argparse.Namespace) -> dict[str, A
 def report(name: str, runs: dict[str, list[dict[str, Any]]], rows: Rows) -> str:
     """A table row, then the verdicts that differ."""
 
-    def median(side: str, key: str) -> float:
-        return statistics.median(run[key] for run in runs[side])
+    def seconds(side: str, key: str) -> list[float]:
+        return [run[key] for run in runs[side]]
 
     cells = [name, f"{len(rows):,}"]
     for key in ("first", "all"):
-        trl = median("trl", key)
-        cells.append(f"{trl:.3f}")
+        trl = seconds("trl", key)
+        cells.append(spread(trl))
         for side in _SIDES[1:]:
-            cells.append(f"{median(side, key):.3f} (**{trl / median(side, key):.1f}×**)")
-    theirs, ours = runs["trl"][0]["verdicts"], runs["cold"][0]["verdicts"]
-    assert all(run["verdicts"] == ours for side in _SIDES[1:] for run in runs[side])
-    different = [(row, a, b) for row, a, b in zip(rows, theirs, ours, strict=True) if a != b]
+            ours = seconds(side, key)
+            ratios = [theirs / one for theirs, one in zip(trl, ours, strict=True)]
+            cells.append(f"{spread(ours)}, **{spread(ratios)}×**")
+    verdicts = runs["cold"][0]["verdicts"]
+    assert all(run["verdicts"] == verdicts for side in _SIDES[1:] for run in runs[side])
+    pairs = zip(rows, runs["trl"][0]["verdicts"], verdicts, strict=True)
+    different = [(row, a, b) for row, a, b in pairs if a != b]
     cells.append(f"{len(rows) - len(different):,} of {len(rows):,}")
     lines = ["| " + " | ".join(cells) + " |"]
     lines += [
