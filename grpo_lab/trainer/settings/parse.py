@@ -169,7 +169,7 @@ class ValueSettings:
         model: ``head``: a linear layer on the policy's last hidden states. ``copy``: a network of its own, which starts
             as a copy of the policy's. A folder or hub name: that network, with the policy's vocabulary.
         learning_rate: of the critic; ``None``: the policy's ``learning_rate``. The schedule is the same.
-        vf_coef: c in policy loss + c · value loss; TRL's removed ``PPOConfig`` had 0.1, too.
+        vf_coef: c in policy loss + c · value loss.
         cliprange_value: how far a value may move from the one at generation; ``None``: no clipping.
         gamma: discount per generated token; ``None``: the advantage rule's, 1.
         lam: λ of GAE; ``None``: the advantage rule's, 0.95.
