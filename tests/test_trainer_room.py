@@ -17,30 +17,9 @@ TRAINER = "grpo_lab.trainer"
 
 #: rooms and files from the bottom up: each may import what stands before it, and its own room
 ORDER = (
-    *(
-        "trl_import",
-        "trl_bridge",
-        "ranks",
-        "settings",
-        "config",
-        "row_table",
-        "metrics",
-        "ports",
-        "resume",
-        "critic",
-    ),
-    *(
-        "exactness",
-        "supervised",
-        "step",
-        "generation",
-        "scoring",
-        "arguments",
-        "step_components",
-        "lab_trainer",
-        "named",
-    ),
-)
+    "trl_import", "trl_bridge", "ranks", "settings", "config", "row_table", "metrics", "ports", "resume", "critic",
+    "exactness", "supervised", "step", "generation", "scoring", "arguments", "step_components", "lab_trainer", "named",
+)  # fmt: skip
 
 
 def graph() -> dict[str, set[str]]:

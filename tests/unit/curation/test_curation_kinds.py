@@ -89,21 +89,10 @@ def test_every_text_has_a_kind(text: str) -> None:
 @pytest.mark.parametrize(
     "piece",
     [
-        "A) ",
-        "(A)(B)(C)",
-        "\\text{",
-        "[asy]",
-        "true ",
-        " ",
-        "\n",
-        "?",
-        ",a",
-        "(\\quad ",
-        "if ",
-        "yes,,,",
+        "A) ", "(A)(B)(C)", "\\text{", "[asy]", "true ", " ", "\n", "?", ",a", "(\\quad ", "if ", "yes,,,",
         "Options:\n- a",
     ],
-)
+)  # fmt: skip
 def test_hostile_text_takes_no_time(piece: str) -> None:
     started = time.process_time()
     assert question_kind(piece * (100_000 // len(piece)) + "x") in KINDS

@@ -56,28 +56,6 @@ def test_a_row_without_a_prompt_like_the_others_is_named(
         assert word in str(caught.value)
 
 
-def test_columns_of_two_types_become_text_as_in_the_other_loaders(tmp_path: Path) -> None:
-    file = written(tmp_path, {"prompt": "1+1?", "solution": 2}, {"prompt": "2+3?", "solution": "\\frac{10}{2}"})
-    assert load_file(file, template="none")["solution"] == ["2", "\\frac{10}{2}"]
-
-
-def test_bytes_that_are_no_utf8_name_the_file_and_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(b'{"prompt": "1+1?", "solution": "2"}\n{"prompt": "caf\xe9", "solution": "3"}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl.*UTF-8"):
-        load_file(file)
-    file.write_bytes(b'\xef\xbb\xbf{"question": "1+1?", "solution": "2"}\n')
-    assert load_file(file, template="none")["prompt"] == ["1+1?"]
-
-
-@pytest.mark.parametrize("loader", [load_file, load_gsm8k, load_math])
-def test_a_lone_surrogate_is_named(loader: Any, tmp_path: Path) -> None:
-    good = {"question": "caf\u00e9 \U0001f600?", "solution": "2", "gold_answer": "2"}
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: column 'question' holds .*ud83d"):
-        loader(written(tmp_path, good, {**good, "question": "cut \ud83d"}))
-    assert loader(written(tmp_path, good))[0]["question"] == "caf\u00e9 \U0001f600?"
-
-
 @pytest.mark.parametrize("loader", [load_gsm8k, load_math])
 def test_a_column_prompt_does_not_replace_the_template_asked_for(loader: Any, tmp_path: Path) -> None:
     row = {"question": "1+1?", "gold_answer": "2", "prompt": "theirs", "template": "theirs, too"}

@@ -61,14 +61,9 @@ def rows_of(prompts):
 def test_greedy_is_the_argmax_of_each_prompt_alone_in_the_rows_order(model_and_tokenizer, batch_size):
     model, tokenizer = model_and_tokenizer
     result = evaluate(
-        model,
-        tokenizer,
-        rows_of(PROMPTS),
-        reward=length_reward,
-        max_new_tokens=9,
-        batch_size=batch_size,
+        model, tokenizer, rows_of(PROMPTS), reward=length_reward, max_new_tokens=9, batch_size=batch_size,
         progress=False,
-    )
+    )  # fmt: skip
     assert [o.question for o in result.greedy] == PROMPTS
     assert [o.solution for o in result.greedy] == ["0", "1", "2", "3", "4"]
     for outcome in result.greedy:
@@ -266,15 +261,9 @@ def test_rewards_that_read_tokens_are_given_them(model_and_tokenizer):
         return [float(len(ids) > 2) for ids in completion_ids]
 
     found = evaluate(
-        model,
-        tokenizer,
-        rows_of(["a b", "c"]),
-        reward=length_reward,
-        measures={"ends": ends},
-        max_new_tokens=4,
-        batch_size=2,
-        progress=False,
-    )
+        model, tokenizer, rows_of(["a b", "c"]), reward=length_reward, measures={"ends": ends}, max_new_tokens=4,
+        batch_size=2, progress=False,
+    )  # fmt: skip
     assert [len(ids) for ids in seen] == [one.tokens for one in found.outcomes]
     assert [one.measures["ends"] for one in found.outcomes] == [float(len(ids) > 2) for ids in seen]
 
@@ -339,14 +328,9 @@ def test_accuracy_rewards_own_reader_votes(model_and_tokenizer):
 def test_all_unscorable_has_no_accuracy_and_says_so(model_and_tokenizer):
     rows = [{"prompt": "q", "solution": None}]
     result = evaluate(
-        None,
-        model_and_tokenizer[1],
-        rows,
-        reward=exact_reward,
-        max_new_tokens=1,
-        batch_size=1,
+        None, model_and_tokenizer[1], rows, reward=exact_reward, max_new_tokens=1, batch_size=1,
         generate=Scripted(model_and_tokenizer[1], ["a"]),
-    )
+    )  # fmt: skip
     assert result.accuracy is None
     assert result.numbers["unscorable_share"] == 1.0
     assert result.mean_length_correct is None

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from argparse import Namespace
 from itertools import combinations
 from pathlib import Path
@@ -16,6 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_lab.evaluation.result import EvaluationResult, Outcome
+from grpo_lab.labs.arms import Arms
 from grpo_lab.labs.capability import curves, measured_at, points, report, side, verdict, whole_solution
 
 SOLUTION = "Ann has 4*6=24 stamps.\nAnn has 24-5=19 stamps.\n#### 19"
@@ -161,14 +158,12 @@ SHORT = {
     ],
 )
 def test_a_cell_in_short(lab: str, arm: str, more: dict[str, int], tmp_path: Path) -> None:
-    words = [word for key, value in {**SHORT, **more}.items() for word in ("--set", key, str(value))]
-    at = ["lab", lab, "--arms", arm, "--seeds", "0", "--folder", str(tmp_path)]
-    command = [sys.executable, "-m", "grpo_lab", *at, *words]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=one_thread, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (record,) = json.loads((tmp_path / "records.json").read_text())[arm]
+    """In this process; ``tests/training/test_comparing_scripts.py`` has the command and the processes of its cells."""
+    changes = [(key, str(value)) for key, value in {**SHORT, **more}.items()]
+    options = Namespace(recipe=None, start=None, arms=[arm], folder=tmp_path, set=changes)
+    shipped = Arms.read(lab)
+    record = {"seed": 0, **shipped.run(arm, 0, tmp_path / "cell", options)}
     depths = [3, 4, 5] if lab == "capability" else [3, 4]
     assert measured_at({arm: [record]}) == (depths, [1, 8, 32, 128])
     assert set(record["before"].values()) == set(record["after"].values()) == {0.0}
-    assert f"| {arm} | 1 | 0.000; 0.000 |" in done.stdout
+    assert f"| {arm} | 1 | 0.000; 0.000 |" in shipped.report({arm: [record]}, options)

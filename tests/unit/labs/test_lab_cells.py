@@ -25,13 +25,9 @@ from unit.reports.test_report import outcome
 
 Options = Namespace
 TINY: dict[str, Any] = {
-    "model.tiny": {"architecture": "qwen2", "hidden_size": 24, "num_layers": 1},
-    "cold_start.data.n": 32,
-    "max_steps": 2,
-    "per_device_train_batch_size": 16,
-    "data.n": 32,
-    "evaluation.data.n": 4,
-}
+    "model.tiny": {"architecture": "qwen2", "hidden_size": 24, "num_layers": 1}, "cold_start.data.n": 32,
+    "max_steps": 2, "per_device_train_batch_size": 16, "data.n": 32, "evaluation.data.n": 4,
+}  # fmt: skip
 LAB: dict[str, Any] = {
     "about": "x",
     "recipe": "quickstart/dr_grpo.yaml",

@@ -61,18 +61,11 @@ def test_a_run_that_did_not_move_has_no_law() -> None:
 
 
 SMALL: dict[str, Any] = {
-    "stages.0.data.n": 64,
-    "stages.0.max_steps": 2,
-    "stages.1.data.n": 12,
-    "stages.1.n_samples": 4,
-    "stages.1.max_completion_length": 8,
-    "stages.3.max_steps": 2,
-    "stages.4.max_steps": 4,
-    "stages.4.max_completion_length": 8,
-    "stages.4.per_device_train_batch_size": 8,
-    "stages.4.num_generations": 4,
+    "stages.0.data.n": 64, "stages.0.max_steps": 2, "stages.1.data.n": 12, "stages.1.n_samples": 4,
+    "stages.1.max_completion_length": 8, "stages.3.max_steps": 2, "stages.4.max_steps": 4,
+    "stages.4.max_completion_length": 8, "stages.4.per_device_train_batch_size": 8, "stages.4.num_generations": 4,
     "stages.4.evaluation.data.n": 4,
-}
+}  # fmt: skip
 
 
 @pytest.mark.thorough

@@ -17,19 +17,10 @@ from grpo_lab.labs.search_report import report
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = {
-    "stages.0.max_steps": 40,
-    "stages.0.data.n": 3000,
-    "stages.1.data.n": 8,
-    "stages.3.max_steps": 2,
-    "stages.4.data.n": 4,
-    "stages.6.max_steps": 2,
-    "problems": 4,
-    "budgets": [50, 150],
-    "samples": 3,
-    "beams": [1, 2],
-    "proposals": 2,
-    "rests": 2,
-}
+    "stages.0.max_steps": 40, "stages.0.data.n": 3000, "stages.1.data.n": 8, "stages.3.max_steps": 2,
+    "stages.4.data.n": 4, "stages.6.max_steps": 2, "problems": 4, "budgets": [50, 150], "samples": 3,
+    "beams": [1, 2], "proposals": 2, "rests": 2,
+}  # fmt: skip
 
 
 def options(folder: Path, changes: dict[str, Any]) -> Namespace:

@@ -263,15 +263,9 @@ def test_a_prompt_that_fills_the_context(tiny_folder: Path, tmp_path: Path) -> N
     with pytest.raises(ValueError) as caught:
         trainer.train()
     said(
-        caught,
-        f"a prompt of {length} tokens",
-        "a context of 512 tokens",
-        "`max_position_embeddings`",
-        "at most 511",
-        "`max_completion_length`=4",
-        "at most 508",
-        "`train_dataset`",
-    )
+        caught, f"a prompt of {length} tokens", "a context of 512 tokens", "`max_position_embeddings`",
+        "at most 511", "`max_completion_length`=4", "at most 508", "`train_dataset`",
+    )  # fmt: skip
 
 
 @pytest.mark.not_fast

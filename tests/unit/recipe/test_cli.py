@@ -7,14 +7,14 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
+from transformers.generation import GenerationMixin
 
 from grpo_lab import __version__
 from grpo_lab.cli import main
@@ -103,14 +103,9 @@ def test_dry_run_of_curate_says_what_will_happen_and_writes_nothing(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = recipe_file(
-        tmp_path,
-        model={"path": str(tiny_folder)},
-        data=DATA,
-        n_samples=6,
-        max_completion_length=16,
-        filters={"kind": True, "band": {"high": 0.5}},
-        output_dir=str(tmp_path / "out"),
-    )
+        tmp_path, model={"path": str(tiny_folder)}, data=DATA, n_samples=6, max_completion_length=16,
+        filters={"kind": True, "band": {"high": 0.5}}, output_dir=str(tmp_path / "out"),
+    )  # fmt: skip
     assert main(["curate", "--config", config, "--dry-run"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     for words in (
@@ -126,15 +121,10 @@ def test_dry_run_of_curate_says_what_will_happen_and_writes_nothing(
 
 def test_dry_run_of_long2short(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = recipe_file(
-        tmp_path,
-        method="dpo",
-        model={"path": str(tiny_folder)},
-        data=DATA,
-        max_completion_length=64,
-        training={"max_steps": 2},
-        evaluation={"data": {**DATA, "n": 5, "split": "test"}},
+        tmp_path, method="dpo", model={"path": str(tiny_folder)}, data=DATA, max_completion_length=64,
+        training={"max_steps": 2}, evaluation={"data": {**DATA, "n": 5, "split": "test"}},
         output_dir=str(tmp_path / "out"),
-    )
+    )  # fmt: skip
     assert main(["long2short", "--config", config, "--dry-run"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     for words in (
@@ -158,14 +148,9 @@ def test_another_number_of_samples_names_overwrite(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = recipe_file(
-        tmp_path,
-        model={"path": str(tiny_folder)},
-        data={**DATA, "n": 3},
-        n_samples=2,
-        max_completion_length=4,
-        use_cpu=True,
-        output_dir=str(tmp_path / "out"),
-    )
+        tmp_path, model={"path": str(tiny_folder)}, data={**DATA, "n": 3}, n_samples=2, max_completion_length=4,
+        use_cpu=True, output_dir=str(tmp_path / "out"),
+    )  # fmt: skip
     assert main(["curate", "--config", config]) == 0
     before = (tmp_path / "out" / "pass_rates.jsonl").read_bytes()
     assert main(["curate", "--config", config, "--n_samples", "3"]) == 2
@@ -260,34 +245,37 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
 
 
 @pytest.mark.slow
-def test_a_real_ctrl_c_keeps_the_answers_of_an_evaluation(tiny_folder: Path, tmp_path: Path) -> None:
-    """The signal as a terminal sends it, to the whole group of processes, in the middle of generation."""
-    words = ["evaluate", str(tiny_folder), "--data", "word_problems", "--n", "400", "--batch-size", "4"]
-    out = tmp_path / "out"
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "grpo_lab.cli", *words, "--max-new-tokens", "64", "--output", str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env={**os.environ, "COLUMNS": "200"},
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # ignored where this suite runs in the background
-    )
-    assert process.stderr is not None
-    seen = b""
-    while not re.search(rb"\| [1-9]\d*/100", seen) and process.poll() is None:
-        seen += process.stderr.read1(4096)  # type: ignore[attr-defined]
-    os.killpg(process.pid, signal.SIGINT)
-    printed, errors = process.communicate(timeout=600)
-    assert process.returncode == 130
-    assert b"Traceback" not in errors
-    assert b"of 400 greedy answers, the longest prompts first" in printed
-    summary = json.loads((out / "summary.json").read_text())
-    answers = len((out / "outcomes.jsonl").read_text().splitlines())
-    assert 0 < answers == summary["problems"] < 400
-    assert summary["settings"]["stopped"].startswith(f"after {answers} of 400")
-    assert f"kept: the {answers} answers that were there: in {out}" in errors.decode()
+def test_a_real_ctrl_c_keeps_the_answers_of_an_evaluation(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The signal as a terminal sends it, to this process and to all that it has started, in the middle of
+    generation."""
+    generate, calls = GenerationMixin.generate, []
+    others = {*psutil.Process().children(recursive=True)}
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        calls.append(named)
+        if len(calls) == 3:
+            for one in {*psutil.Process().children(recursive=True)} - others:
+                one.send_signal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return generate(*given, **named)
+
+    monkeypatch.setattr(GenerationMixin, "generate", interrupted)
+    words = ["evaluate", str(tiny_folder), "--data", "word_problems", "--n", "16", "--batch-size", "4"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where this suite runs in the background
+    try:
+        assert main([*words, "--max-new-tokens", "8", "--output", str(tmp_path / "out")]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    said = capfd.readouterr()
+    assert "Traceback" not in said.err
+    assert "of 16 greedy answers, the longest prompts first" in " ".join(said.out.split())
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    answers = len((tmp_path / "out" / "outcomes.jsonl").read_text().splitlines())
+    assert 0 < answers == summary["problems"] < 16
+    assert summary["settings"]["stopped"].startswith(f"after {answers} of 16")
+    assert f"kept: the {answers} answers that were there: in {tmp_path / 'out'}" in said.err
 
 
 def test_sigterm_ends_an_evaluation_as_ctrl_c_does_with_75(

@@ -21,17 +21,10 @@ from grpo_lab.trainer.resume.checkpoint import picklable
 from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
 
 FLAT: dict[str, Any] = {
-    "output_dir": "unused",
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": "none",
-    "num_generations": 4,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "max_completion_length": 64,
-    "learning_rate": 2e-6,
-    "reward_weights": [1.0, 0.5],
-}
+    "output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 4,
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 64,
+    "learning_rate": 2e-6, "reward_weights": [1.0, 0.5],
+}  # fmt: skip
 OURS: dict[str, Any] = {
     "objective": {"name": "ppo", "epsilon": 0.1, "epsilon_high": 0.3},
     "advantage": {"name": "gae", "lam": 0.9},
@@ -70,19 +63,9 @@ def words(values: dict[str, Any]) -> list[str]:
 
 def same(a: LabConfig, b: LabConfig) -> bool:
     flat = (
-        "loss_type",
-        "scale_rewards",
-        "beta",
-        "epsilon",
-        "epsilon_high",
-        "learning_rate",
-        "reward_weights",
-        "reset_optimizer",
-        "reference_every",
-        "max_hours",
-        "stop_file",
-        "save_checksums",
-    )
+        "loss_type", "scale_rewards", "beta", "epsilon", "epsilon_high", "learning_rate", "reward_weights",
+        "reset_optimizer", "reference_every", "max_hours", "stop_file", "save_checksums",
+    )  # fmt: skip
     flat += ("steps_per_generation", "generation_batch_size", "importance_sampling_level")
     return a.lab_settings == b.lab_settings and all(getattr(a, name) == getattr(b, name) for name in flat)
 
@@ -200,7 +183,6 @@ def test_a_record_of_a_drop_in_run_reads_as_one() -> None:
     ("changed", "said"),
     [
         ({"kl": '{"estimater": "k2"}'}, "`kl` has no setting 'estimater'; did you mean 'estimator'"),
-        ({"kl": '{"estimator": '}, "`kl` is .* which is no JSON"),
         ({"update": {"max_tokens": "many"}}, "`update.max_tokens` is 'many'; it must be a whole number"),
         (
             {"update": {"name": "off", "randomness": "same_draws"}},

@@ -26,16 +26,11 @@ from grpo_lab.runs.console import show
 from grpo_lab.testing import tiny_model
 
 GOOD: dict[str, Any] = {
-    "name": "dry",
-    "model": {"tiny": {"hidden_size": 16, "num_layers": 1}},
-    "data": {"loader": "word_problems", "n": 8},
-    "rewards": [{"name": "accuracy", "mode": "strict"}],
-    "num_generations": 2,
-    "per_device_train_batch_size": 4,
-    "max_completion_length": 8,
-    "max_steps": 1,
+    "name": "dry", "model": {"tiny": {"hidden_size": 16, "num_layers": 1}},
+    "data": {"loader": "word_problems", "n": 8}, "rewards": [{"name": "accuracy", "mode": "strict"}],
+    "num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 8, "max_steps": 1,
     "bf16": False,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -250,9 +245,8 @@ def test_completions_beyond_the_context_are_told() -> None:
 def test_no_room_is_said_before_the_cold_start(tmp_path: Path) -> None:
     """It was the first evaluation's error, when the cold start was over."""
     written = {**GOOD, "use_cpu": True, "max_completion_length": 600, "evaluation": {"data": GOOD["data"]}}
-    cold = {"data": {**GOOD["data"], "split": "cold_start"}, "max_steps": 1}
     with pytest.raises(ValueError, match="`evaluation`: the shortest prompt"):
-        train(recipe_from({**written, "cold_start": cold, "output_dir": str(tmp_path / "o")}))
+        train(recipe_from({**written, "cold_start": COLD_START, "output_dir": str(tmp_path / "o")}))
     assert not (tmp_path / "o").exists()
 
 

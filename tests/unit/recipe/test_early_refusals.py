@@ -44,8 +44,9 @@ GOOD: dict[str, dict[str, Any]] = {
     "rounds": {**PATH, "data": ROWS, "method": "expert_iteration", "training": TRAINING, **SAMPLED},
     "long2short": {**PATH, "data": ROWS, "method": "dpo", "training": TRAINING, **SAMPLED},
 }
+# of each section one mistake is tried in every kind of stage that has it, and the others in a few
 OF_A_MODEL = ("sample", "fusion", "sft", "dpo", "simpo", "reward_model", "distill", "merge", "evaluate")
-LOADED = tuple(kind for kind in OF_A_MODEL if kind != "merge")
+LOADED = ("sample", "sft", "reward_model", "evaluate")
 OF_A_PATH = ("cold_start", "rl", "curate", "rounds", "long2short")
 OF_DATA = ("cold_start", "sample", "distill", "evaluate", "rl", "curate", "rounds", "long2short")
 TRAINED = ("cold_start", "sft", "dpo", "simpo", "reward_model", "distill", "rl")
@@ -62,13 +63,13 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (OF_A_MODEL, {"model": "./gone"}, r"`model` is './gone': no such folder"),
     (LOADED, {"model": "gone"}, r"'gone' is neither a folder with a saved model here nor a model that the hub"),
     (OF_A_PATH, {"model.path": "./gone"}, r"`model.path` is './gone': no such folder"),
-    (OF_A_PATH, {"model.path": "gone"}, r"'gone' is neither a folder with a saved model here nor a model that the hub"),
+    (("rl", "rounds"), {"model.path": "gone"}, r"'gone' is neither a folder with a saved .* model that the hub"),
     (("distill",), {"teacher": "./gone"}, r"`teacher` is './gone': no such folder"),
     (("merge",), {"short_model": "./gone"}, r"`short_model` is './gone': no such folder"),
     (("merge",), {"alpha": 2}, r"alpha.* 2"),
     (("evaluate",), {"against": "./gone"}, r"`against` is './gone': no such folder"),
     (("evaluate",), {"against": "MODEL"}, r"`against` names the model itself"),
-    (OF_A_MODEL, {"model": "EMPTY"}, r"`model` is .*: the folder holds no model"),
+    ((*LOADED, "merge"), {"model": "EMPTY"}, r"`model` is .*: the folder holds no model"),
     (("sft", "dpo", "simpo", "reward_model", "distill", "merge"), {"model": "ADAPTER"}, r"is an adapter of .*merge"),
     (("rl", "cold_start"), {"model.path": "ADAPTER"}, r"`model.path` .* is an adapter of .*merge"),
     (("merge",), {"model": "gone"}, r"gone is no folder here"),
@@ -79,11 +80,11 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("rl", "rounds"), {"recipe": "gone.yaml"}, r"`stages.it.recipe` is 'gone.yaml': no such file"),
     # rows of a loader
     (OF_DATA, {"data.n": 0}, r"`data` \(loader 'word_problems'\): n is 0; at least 1"),
-    (OF_DATA, {"data.loader": "word_problem"}, r"`data.loader` is 'word_problem'; did you mean 'word_problems'"),
-    (OF_DATA, {"data": {"loader": "file", "source": "./gone.jsonl"}}, r"`data` .*gone.jsonl"),
-    (OF_DATA, {"data": {"loader": "gsm8k", "source": "./gone"}}, r"`data` .*gone"),
+    (("sample", "rl"), {"data.loader": "word_problem"}, r"`data.loader` is 'word_problem'; did you mean 'word_prob"),
+    (("sample", "rl"), {"data": {"loader": "file", "source": "./gone.jsonl"}}, r"`data` .*gone.jsonl"),
+    (("sample", "rl"), {"data": {"loader": "gsm8k", "source": "./gone"}}, r"`data` .*gone"),
     (
-        OF_DATA,
+        ("sample", "rl"),
         {"data": {"loader": "unit.recipe.test_early_refusals:broken"}},
         r"`data` \(loader 'unit.*'\): TypeError: .*early_refusals.py, line",
     ),
@@ -130,9 +131,9 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("evaluate",), {"effort_by": "level"}, r"`effort_by` is 'level'"),
     # numbers and names of a training
     (TRAINED, {"learning_rate": -1}, r"`(\w+.)?learning_rate` is -1; it must be a finite number of at least 0"),
-    (TRAINED, {"report_to": "wandbb"}, r"`(\w+.)?report_to` names 'wandbb'; did you mean 'wandb'"),
-    (TRAINED, {"learning_rte": 1}, r"has no setting 'learning_rte'; did you mean 'learning_rate'"),
-    (TRAINED, {"eval_strategy": "steps"}, r"`(\w+.)?eval_strategy` is 'steps'"),
+    (("sft", "rl"), {"report_to": "wandbb"}, r"`(\w+.)?report_to` names 'wandbb'; did you mean 'wandb'"),
+    (("sft", "dpo", "rl"), {"learning_rte": 1}, r"has no setting 'learning_rte'; did you mean 'learning_rate'"),
+    (("sft", "dpo", "rl"), {"eval_strategy": "steps"}, r"`(\w+.)?eval_strategy` is 'steps'"),
     (("rounds", "long2short"), {"training.learning_rate": -1}, r"`training.learning_rate` is -1"),
     (("curate",), {"filters": {"balance": {"by": "level"}}}, r"`filters.balance.by` is 'level'"),
     # what was accepted, and read by nobody
@@ -162,14 +163,14 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (WHOLE, {"output_dir": "runs/mine"}, r"`output_dir` has no effect: a stage works in the pipeline's folder"),
     (SUPERVISED, {"output_dir": "runs/mine"}, r"output_dir` has no effect: the model is saved in the folder"),
     (
-        SUPERVISED[:-1],
+        ("cold_start", "sft", "dpo"),
         {"model_init_kwargs": {"dtype": "bfloat16"}},
         r"model_init_kwargs` has no effect: TRL",
     ),
     (("rounds",), {"training.model_init_kwargs": {"dtype": "auto"}}, r"`training.model_init_kwargs` has no effect"),
     # other frameworks' words
     (
-        SUPERVISED,
+        ("cold_start", "sft", "reward_model"),
         {"model_name_or_path": "m", "dtype": "auto"},
         r"'dtype' is `bf16: true`.*'model_name_or_path' is `model",
     ),

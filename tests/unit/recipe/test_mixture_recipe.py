@@ -25,15 +25,9 @@ GAMES: dict[str, Any] = {
 }
 GOOD: dict[str, Any] = {
     "model": {"tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_positions": 128}},
-    "mixture": {"games": GAMES, "sorting": SORTING},
-    "objective": "dapo",
-    "num_generations": 2,
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 8,
-    "max_steps": 2,
-    "use_cpu": True,
-    "bf16": False,
-}
+    "mixture": {"games": GAMES, "sorting": SORTING}, "objective": "dapo", "num_generations": 2,
+    "per_device_train_batch_size": 8, "max_completion_length": 8, "max_steps": 2, "use_cpu": True, "bf16": False,
+}  # fmt: skip
 
 
 def test_it_is_short_for_what_a_recipe_can_say_without_it() -> None:

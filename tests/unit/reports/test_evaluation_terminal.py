@@ -30,13 +30,9 @@ def printed(*args, width=80, **kwargs):
 def test_the_lines_that_scripts_look_for():
     long_path = "/runs/" + "deep/" * 40 + "report.html"
     lines = printed(
-        result(160, 352),
-        result(372, 140),
-        report=long_path,
-        model_path="out/[bold]x",
-        seconds=431.7,
+        result(160, 352), result(372, 140), report=long_path, model_path="out/[bold]x", seconds=431.7,
         health=diagnose([{"step": 9, "loss": 0.1, "reward": 0.5}]),
-    ).splitlines()
+    ).splitlines()  # fmt: skip
     assert "training, step 9: healthy (reward 0.5, first 0.5)" in lines
     assert f"report: {long_path}" in lines  # not wrapped
     assert "model: out/[bold]x" in lines  # not taken for colour

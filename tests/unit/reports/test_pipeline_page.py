@@ -35,15 +35,9 @@ def change(folder: Path, stage: str, **more: Any) -> None:
 def listed(**one: Any) -> str:
     """A ``pipeline.json`` with the same stage twice."""
     whole = {
-        "name": "a",
-        "kind": "rl",
-        "status": "done",
-        "why": "",
-        "inputs": {},
-        "before": [],
-        "seconds": 1,
+        "name": "a", "kind": "rl", "status": "done", "why": "", "inputs": {}, "before": [], "seconds": 1,
         "of another release": 2,
-    }
+    }  # fmt: skip
     return json.dumps({"stages": [{**whole, "results": {}, **one}] * 2})
 
 
@@ -52,17 +46,8 @@ def test_the_table_and_the_matrix_by_hand(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     table = stages_table([run])
     assert table.head == [
-        "stage",
-        "kind",
-        "accuracy",
-        "format",
-        "rows",
-        "kept",
-        "steps",
-        "loss",
-        "tokens generated",
-        "time",
-    ]
+        "stage", "kind", "accuracy", "format", "rows", "kept", "steps", "loss", "tokens generated", "time",
+    ]  # fmt: skip
     rows = [[cell for cell in row if cell] for row in table.rows]
     assert rows[:3] == [
         ["1. start", "cold_start", "400", "0.5", "1 min 30 s"],

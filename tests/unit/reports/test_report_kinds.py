@@ -26,8 +26,8 @@ from grpo_lab.pipelines.rounds import line_of
 from grpo_lab.visible import VisibleFormatter, encodable
 from unit.reports.test_report import Page, assert_self_contained, page_of, result, whole_run
 
-HIDDEN = "\x1b[2J\x00\u202e\u200b\u2066\ud800"
-SHOWN = "␛[2J␀⟨U+202E⟩⟨U+200B⟩⟨U+2066⟩\ufffd"
+HIDDEN = "<script>{{7*7}}\x1b[2J\x00\u202e\u200b\u2066\ud800"
+SHOWN = "<script>{{7*7}}␛[2J␀⟨U+202E⟩⟨U+200B⟩⟨U+2066⟩\ufffd"
 
 
 def write_run(folder: Path, **more: Any) -> None:
@@ -189,11 +189,12 @@ def test_a_run_under_way_is_called_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_name_or_text_reaches_a_page_raw(tmp_path: Path, kind: str) -> None:
-    """ESC, NUL, direction marks in labels of curves, keys of settings, names of filters and runs."""
+    """Markup, a template's slots, ESC, NUL, direction marks in labels of curves, keys of settings, names of filters
+    and runs."""
     make, page, _ = KINDS[kind]
     make(tmp_path, HIDDEN)
     html = write_report(tmp_path / page if kind == "compare" else tmp_path).read_text(encoding="utf-8")
-    assert SHOWN in html
+    assert SHOWN in Page(html).text
     assert not set("\x1b\x00\u202e\u200b\u2066") & set(html)
     assert_self_contained(Page(html))
 

@@ -325,12 +325,8 @@ def test_broken_checkpoints_are_set_aside_not_removed(tmp_path: Path) -> None:
         save(tmp_path, 4)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {
-        "checkpoint-2",
-        "checkpoint-4",
-        "broken-checkpoint-4",
-        "broken-checkpoint-4-2",
-        "broken-checkpoint-6",
-    }
+        "checkpoint-2", "checkpoint-4", "broken-checkpoint-4", "broken-checkpoint-4-2", "broken-checkpoint-6",
+    }  # fmt: skip
 
 
 def test_none_is_whole(tmp_path: Path) -> None:

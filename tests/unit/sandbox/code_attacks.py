@@ -270,6 +270,13 @@ GREEDY = {
 }  # fmt: skip
 """They try to take more than they were given."""
 
+BY_THE_CLOCK = (
+    "sleeps", "sleeps in the call", "never ends", "never ends in C", "a pattern that never ends",
+    "recurses without end", "a memory bomb", "a result without end", "a result that contains itself",
+    "a result of hash collisions", "endless output", "endless errors",
+)  # fmt: skip
+"""Of these, what the limits end by themselves, whichever other walls stand."""
+
 HARMFUL = {
     "reads outside": "import os\ndef add(a, b):\n    return open('CANARY').read()",
     "lists the root": _each("assert 'CANARY'.split('/')[1] not in "

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_attacks import FORGED, GREEDY, HARMFUL, ON_FILES, ON_FORMS, TESTS
+from code_attacks import BY_THE_CLOCK, FORGED, GREEDY, HARMFUL, ON_FILES, ON_FORMS, TESTS
 
 from grpo_lab.rewards import CodeReward
 from grpo_lab.sandbox import client, jail
@@ -36,11 +36,7 @@ ON_ITS_WAY_S = 30.0
 WALLS = {
     "all walls": None,
     "no namespaces": ["seccomp", "landlock", "limits"],
-    "no filter": [
-        "namespaces",
-        "user",
-        "limits",
-    ],  # new processes are allowed: the kernel ends them with their namespace
+    "no filter": ["namespaces", "user", "limits"],  # the kernel ends new processes with their namespace
 }
 NAMED_WALLS = {
     **WALLS,
@@ -146,7 +142,8 @@ def test_nothing_is_taken_beyond_the_limits(
     settings: dict[str, Any], no_process_left: None, apart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a process of its own (see there), so that the peak is that of these programs and of nothing before them."""
-    command = [sys.executable, Path(__file__).with_name("code_greedy.py"), json.dumps(settings)]
+    left_out = BY_THE_CLOCK if settings["walls"] == WALLS["no filter"] else ()
+    command = [sys.executable, Path(__file__).with_name("code_greedy.py"), json.dumps(settings), *left_out]
     environment = {**os.environ, "TMPDIR": str(apart)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found = json.loads(done.stdout.splitlines()[-1])

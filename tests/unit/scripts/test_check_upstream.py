@@ -44,41 +44,45 @@ def look(wheel: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.not_fast
-def test_the_same_release_has_moved_nothing(installed: Path, tmp_path: Path) -> None:
-    code, said = look(wheel(installed, tmp_path, {}))
-    assert code == 0
-    assert ", 0 body, 0 signature, 0 gone" in said
-    assert "found trl 1.99.0" in said  # what its user reads
+LOSS = "def _compute_loss(self, model, inputs):"
 
 
 @pytest.mark.not_fast
 @pytest.mark.thorough(but="parameter")
 @pytest.mark.parametrize(
-    ("old", "new", "code", "line"),
+    ("old", "new", "code", "line", "counts"),
     [
-        ("def _compute_loss(self, model, "
-            "inputs):", "def _compute_loss(self, model, inputs):\n        "
-                "print(1)", 1, "body      GRPOTrainer._compute_loss"),
-        ("def _compute_loss(self, model, "
-            "inputs):", "def _compute_loss(self, model, batch):", 2, "signature GRPOTrainer._compute_loss"),
-        ("_buffered_inputs", "_buffered", 2, "gone      GRPOTrainer._buffered_inputs"),
-        ("def _calculate_rewards(", "def _score(", 2, "gone      GRPOTrainer._calculate_rewards"),
+        (LOSS, f"{LOSS}\n        print(1)", 1, "body      GRPOTrainer._compute_loss", ", 1 body, 0 signature, 0 gone"),
+        (
+            LOSS,
+            LOSS.replace("inputs", "batch"),
+            2,
+            "signature GRPOTrainer._compute_loss",
+            ", 0 body, 1 signature, 0 gone",
+        ),
+        ("_buffered_inputs", "_buffered", 2, "gone      GRPOTrainer._buffered_inputs", " gone"),
+        ("def _calculate_rewards(", "def _score(", 2, "gone      GRPOTrainer._calculate_rewards", ", 1 gone"),
     ],
     ids=["body", "parameter", "attribute", "method"],
-)  # fmt: skip
-def test_what_moved_is_named(installed: Path, tmp_path: Path, old: str, new: str, code: int, line: str) -> None:
+)
+def test_what_moved_is_named(
+    installed: Path, tmp_path: Path, old: str, new: str, code: int, line: str, counts: str
+) -> None:
+    """And nothing else is."""
     found = look(wheel(installed, tmp_path, {"trl/trainer/grpo_trainer.py": (old, new)}))
     assert found[0] == code
+    assert "found trl 1.99.0" in found[1]  # what its user reads
     assert line in found[1]
+    assert counts in found[1]
 
 
 @pytest.mark.not_fast
 @pytest.mark.thorough
 def test_a_comment_is_no_change(installed: Path, tmp_path: Path) -> None:
-    text = "def _compute_loss(self, model, inputs):"
-    changes = {"trl/trainer/grpo_trainer.py": (text, f"{text}\n        # another comment")}
-    assert look(wheel(installed, tmp_path, changes))[0] == 0
+    changes = {"trl/trainer/grpo_trainer.py": (LOSS, f"{LOSS}\n        # another comment")}
+    code, said = look(wheel(installed, tmp_path, changes))
+    assert code == 0
+    assert ", 0 body, 0 signature, 0 gone" in said
 
 
 @pytest.mark.parametrize(

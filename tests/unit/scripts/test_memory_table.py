@@ -18,14 +18,10 @@ HEADS = {"0.5B": (14, 2), "1.5B": (12, 2), "3B": (16, 2), "7B": (28, 4)}
 
 def config_of(shape: Any, heads: tuple[int, int]) -> Qwen2Config:
     return Qwen2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=heads[0], num_key_value_heads=heads[1],
         tie_word_embeddings=shape.tied,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HEADS)
