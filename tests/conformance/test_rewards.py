@@ -49,9 +49,9 @@ class Row:
 
 
 ROWS: dict[str, Row] = {
-    "accuracy strict": Row(lambda: AccuracyReward(timeout_s=2.0, workers=1)),
-    "accuracy lenient": Row(lambda: AccuracyReward(mode="lenient", timeout_s=2.0, workers=1)),
-    "boxed": Row(lambda: BoxedReward(unreadable=-1.0, timeout_s=2.0, workers=1), good=r"So it is \boxed{18}."),
+    "accuracy strict": Row(lambda: AccuracyReward(timeout_s=0.5, workers=1)),
+    "accuracy lenient": Row(lambda: AccuracyReward(mode="lenient", timeout_s=0.5, workers=1)),
+    "boxed": Row(lambda: BoxedReward(unreadable=-1.0, timeout_s=0.5, workers=1), good=r"So it is \boxed{18}."),
     "hashes": Row(HashesReward, good="Nine times two is 18.\n#### 18"),
     "sorting": Row(SortingReward, good="1 8"),
     "countdown": Row(CountdownReward, good="<answer>8 + 1</answer>"),
@@ -160,9 +160,10 @@ def test_pickles_before_and_after_use(row: Row, reward: Any) -> None:
 
 
 def test_tells_good_from_bad(row: Row, reward: Any) -> None:
+    """In plain numbers, not tensors or numpy scalars: TRL makes a tensor of the list."""
     good, bad = call(reward, [row.good, row.bad])
-    assert good is not None
-    assert bad is not None
+    assert type(good) in (float, int)
+    assert type(bad) in (float, int)
     assert good > bad
 
 
@@ -216,8 +217,3 @@ def test_hostile_texts_give_finite_values_in_time(reward: Any) -> None:
 @pytest.mark.parametrize("name", list(HOSTILE))
 def test_no_hostile_text_is_praised_as_a_right_answer_in_the_right_form(name: str) -> None:
     assert call(ThinkFormatReward(), [HOSTILE[name]]) == [0.0]
-
-
-def test_values_are_plain_numbers(row: Row, reward: Any) -> None:
-    """Not tensors or numpy scalars: TRL makes a tensor of the list."""
-    assert all(type(value) in (float, int, type(None)) for value in call(reward, [row.good, row.bad]))

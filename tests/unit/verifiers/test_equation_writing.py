@@ -12,7 +12,7 @@ from grpo_lab.rewards.plain_arithmetic import plain
 
 pytestmark = pytest.mark.slow
 
-LONG = 100_000
+LONG = 50_000
 
 RIGHT = [
     "5 apples + 3 apples = 8 apples", "$1,234.50 + $65.50 = $1,300.00", "1,234,567 + 1 = 1,234,568", "20% of 50 = 10",
@@ -100,7 +100,7 @@ def test_as_it_is_written(text: str, verdicts: list[bool]) -> None:
     ],
 )  # fmt: skip
 def test_a_hostile_text_costs_its_length(unit: str) -> None:
-    """100 kB of each; what is quadratic in it would take minutes, what is linear takes about a second here."""
+    """50 kB of each; what is quadratic in it would take a minute, what is linear half a second."""
     text = "1 + 1 = " + (unit * (LONG // len(unit) + 1))[:LONG]
     began = time.process_time()
     judged(text)
