@@ -51,9 +51,8 @@ class LabConfig(GRPOConfig):
             (``grpo_lab.objectives.CORRECTIONS``), or a mapping of its name and knobs ``{name: icepop, low: …, high:
             …}``. It needs the log-probs of the sampler: with ``use_vllm``, or from a ``rollout_func``. ``None``: TRL's
             ``vllm_importance_sampling_*`` with ``use_vllm``, else nothing.
-        kl: the KL penalty, ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``. In the
-            reward it also takes ``per: sequence|token``, ``gamma`` and the estimator ``k1_clamped``, and ``target``
-            with ``rate`` steers β. ``None``: TRL's ``beta`` with k3 in the loss (``use_bias_correction_kl``).
+        kl: the KL penalty, a mapping (``KLSettings``). ``None``: TRL's ``beta`` with k3 in the loss
+            (``use_bias_correction_kl``).
         value: the critic of PPO, a mapping (``ValueSettings``); ``{}`` takes all defaults. Setting it with
             ``objective`` and ``advantage`` unset means ``objective: ppo``. ``None`` with ``objective: ppo`` also takes
             all defaults.

@@ -131,11 +131,20 @@ class CorrectionSettings:
 
 @settings(bare="estimator")
 class KLSettings:
-    """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``).
+    """``kl``: the KL penalty against the reference model.
 
-    Only with placement ``reward``: ``per: sequence|token`` (default: sequence), the discount ``gamma`` of ``token``
-    (default: 1), and ``target``, in nats per completion, to which β is steered. β starts at ``coefficient`` and moves
-    by ``rate`` (default: 0.1) or ``horizon`` (``objectives.AdaptiveKL``).
+    Args:
+        estimator: ``k1``, ``k2`` or ``k3``; in the reward also ``k1_clamped``.
+        placement: ``loss``: differentiated; ``reward``: subtracted from the reward, without a gradient.
+        coefficient: β; ``None``: TRL's ``beta``.
+        ratio_weighted: in the loss: multiply by the importance ratio, gradient included, as TRL's
+            ``use_bias_correction_kl``; ``None``: no.
+        per: in the reward: ``sequence`` charges a completion before the advantage rule, ``token`` each token after it;
+            ``None``: ``sequence``.
+        gamma: with ``per: token``: the discount; ``None``: 1.
+        target: in the reward: the KL, in nats per completion, to which β is steered, beginning at ``coefficient``.
+        rate: with ``target``: how fast β follows; at 0.1, the default, by at most 2% a generation batch.
+        horizon: in place of ``rate``, which is then the number of completions of a generation batch over this number.
     """
 
     estimator: Annotated[str, Field(strict=True), must_be("a name, as in {estimator: k2, coefficient: 0.1}")] = "k3"
