@@ -62,14 +62,8 @@ def test_bad_input_is_named() -> None:
 
 
 def hostile() -> CurationReport:
-    texts = [
-        "<script>alert(1)</script>",
-        "[bold red]x[/] [/nonsense]",
-        "\x1b[2J\x1b]0;title\x07",
-        "\ud800 half",
-        "",
-        "A" * 100_000,
-    ]
+    texts = ["<script>alert(1)</script>", "[bold red]x[/] [/nonsense]", "\x1b[2J\x1b]0;title\x07", "\ud800 half", ""]
+    texts.append("A" * 100_000)
     chosen = Selection([{"prompt": text} for text in texts], title="</title><script>")
     chosen.keep("<b>name</b>", [False] * 6, setting="{{ 7*7 }}", reasons=texts)
     return chosen.report(["<img src=x>"])

@@ -1,6 +1,5 @@
 """load_humaneval and load_mbpp: columns, what stands in the tests, bad input; HumanEval's own file where it is."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 
 from grpo_lab.data import load_humaneval, load_mbpp
 from grpo_lab.rewards import CodeReward
+from unit.data.test_data_gsm8k import write
 
 HUMANEVAL = {
     "task_id": "HumanEval/38",
@@ -32,11 +32,6 @@ SANITIZED = {
     "test_list": MBPP["test_list"],
     "test_imports": ["from math import sqrt"],
 }
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")

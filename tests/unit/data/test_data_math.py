@@ -1,6 +1,5 @@
 """load_math and the reading of \\boxed, on hand-written rows, on bad input, and on the real files where they are."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_lab.data import load_math
 from grpo_lab.data.benchmarks import last_boxed
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+from unit.data.test_data_gsm8k import write
 
 
 @pytest.mark.parametrize(

@@ -343,19 +343,13 @@ def test_what_generate_and_reward_raise_comes_through(model_and_tokenizer):
     def broken_reward(prompts, completions, **columns):
         raise KeyError("verifier bug")
 
+    tokenizer = model_and_tokenizer[1]
     rows = [{"prompt": "q"}]
     common = {"max_new_tokens": 1, "batch_size": 1, "progress": False}
     with pytest.raises(RuntimeError, match="out of memory"):
-        evaluate(None, model_and_tokenizer[1], rows, reward=length_reward, generate=broken, **common)
+        evaluate(None, tokenizer, rows, reward=length_reward, generate=broken, **common)
     with pytest.raises(KeyError, match="verifier bug"):
-        evaluate(
-            None,
-            model_and_tokenizer[1],
-            rows,
-            reward=broken_reward,
-            generate=Scripted(model_and_tokenizer[1], ["a"]),
-            **common,
-        )
+        evaluate(None, tokenizer, rows, reward=broken_reward, generate=Scripted(tokenizer, ["a"]), **common)
 
 
 # --- prompts that do not fit, Ctrl-C ------------------------------------------------------------------------------

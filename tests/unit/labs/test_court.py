@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.data import word_problems
 from grpo_lab.engines.forward import forward_logprobs
-from grpo_lab.labs.arms import Arms, LabFile, shipped_labs
+from grpo_lab.labs.arms import Arms, LabFile
 from grpo_lab.labs.court import collapsed, comparisons, excludes_zero, report, table, verdicts, whole_seeds
 from grpo_lab.labs.old_weights import OldWeights, OldWeightsTrainer, RatioToSampler
 from grpo_lab.settings import read
@@ -175,10 +175,3 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
 )
 def test_a_cell_collapsed_if_it_ends_below_half_of_its_best(rewards: list[float], fallen: int) -> None:
     assert collapsed(None, [{"rewards/accuracy_reward/mean": reward} for reward in rewards]) == fallen
-
-
-def test_the_court_hears_ten_losses_in_six_conditions() -> None:
-    said = Arms.read(str(shipped_labs()["court"])).said
-    assert len(said.arms) >= 10
-    assert len(said.conditions) == 6
-    assert len(said.seeds) >= 3

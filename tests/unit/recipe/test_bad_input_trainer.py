@@ -130,10 +130,6 @@ AT_CONSTRUCTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("`sampler`='prioritized'", "`train_dataset`", "environment"),
     ),
-    "advantage rule and TRL's scaling": (
-        {"changes": {"advantage": "group_zscore", "scale_rewards": "batch"}},
-        ("`scale_rewards`='batch'", "`advantage`='group_zscore'"),
-    ),
     "a KL per completion that only steps are beside": (
         {
             "reward_funcs": halves,

@@ -192,55 +192,54 @@ def test_an_engine_that_does_not_follow_is_one_line(
     assert capsys.readouterr().err == "grpo-lab: error: the engine holds other weights: lm_head.weight\n"
 
 
+ROUNDS = ["round 1, sample", "round 1, select", "round 2, sample"]
+
+
 @pytest.mark.parametrize(
-    ("words", "kept"),
+    ("command", "stages", "samples", "kept"),
     [
-        (["train"], "cold_start; evaluation_before; checkpoint-8 in "),
-        (["curate"], "pass rates of 3 problems; guesses of 1 problems in "),
-        (["long2short"], "before; samples of 2 problems in "),
-        (["rounds"], "round 1, sample; round 1, select; round 2, sample in "),
-        (["report"], "nothing"),
+        ("train", ["cold_start", "evaluation_before"], {}, "cold_start; evaluation_before; checkpoint-8 in "),
+        ("curate", [], {"pass_rates": 4, "guesses": 2}, "pass rates of 3 problems; guesses of 1 problems in "),
+        ("long2short", ["before"], {"samples": 3}, "before; samples of 2 problems in "),
+        ("rounds", ROUNDS, {}, "round 1, sample; round 1, select; round 2, sample in "),
+        ("report", [], {}, "nothing"),
     ],
 )
 def test_ctrl_c_is_one_line_with_what_was_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], kept: str
+    command: str,
+    stages: list[str],
+    samples: dict[str, int],
+    kept: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
-    stages, samples = {
-        "train": (["cold_start", "evaluation_before"], {}),
-        "curate": ([], {"pass_rates": 4, "guesses": 2}),
-        "long2short": (["before"], {"samples": 3}),
-        "rounds": (["round 1, sample", "round 1, select", "round 2, sample"], {}),
-        "report": ([], {}),
-    }[words[0]]
     out.mkdir()
     (out / "run.json").write_text(json.dumps({"seconds": dict.fromkeys(stages, 1.0)}))
     for name, lines in samples.items():
         (out / f"{name}.jsonl").write_text("{}\n" * lines)
-    for number in (4, 8) if words == ["train"] else ():
+    for number in (4, 8) if command == "train" else ():
         (out / f"checkpoint-{number}").mkdir()
-    rest = {"method": "dpo"} if words[0] in ("long2short", "rounds") else {}
-    extra = {"rewards": ["accuracy"]} if words == ["train"] else {}
-    config = recipe_file(tmp_path, model={"path": "m"}, data=DATA, output_dir=str(out), **rest, **extra)
+    own = {"train": {"rewards": ["accuracy"]}, "long2short": {"method": "dpo"}, "rounds": {"method": "dpo"}}
+    config = recipe_file(tmp_path, model={"path": "m"}, data=DATA, output_dir=str(out), **own.get(command, {}))
 
     def stopped(*_: Any, **flags: Any) -> int:
-        raise GenerationStopped(
-            []
-        )  # what comes out of the middle of sampling; a KeyboardInterrupt with a text of its own
+        raise GenerationStopped([])  # out of the middle of sampling: a KeyboardInterrupt with a text of its own
 
-    monkeypatch.setattr(f"grpo_lab.{COMMANDS[words[0]].run.replace(':', '.')}", stopped)
+    monkeypatch.setattr(f"grpo_lab.{COMMANDS[command].run.replace(':', '.')}", stopped)
     monkeypatch.setattr("grpo_lab.pipelines.dry_run.plan_of_training", stopped)
-    arguments = [str(out)] if words == ["report"] else ["--config", config]
-    assert main([*words, *arguments]) == 130
+    words = [command, str(out)] if command == "report" else [command, "--config", config]
+    assert main(words) == 130
     said = capsys.readouterr().err.strip()
     assert said.startswith(f"grpo-lab: stopped; kept: {kept}")
     assert "\n" not in said
-    if words == ["train"]:
+    if command == "train":
         assert said.endswith(f"in {out} (the same command goes on)")
-        assert main([*words, *arguments, "--dry-run"]) == 130
+        assert main([*words, "--dry-run"]) == 130
         assert capsys.readouterr().err.strip() == "grpo-lab: stopped; kept: nothing"
     monkeypatch.setenv("RANK", "1")  # one line a run, not one a process
-    assert main([*words, *arguments]) == 130
+    assert main(words) == 130
     assert capsys.readouterr().err == ""
 
 

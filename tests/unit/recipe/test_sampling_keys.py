@@ -23,22 +23,11 @@ def config(folder: Path, **settings: Any) -> LabConfig:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("logprobs", 2),
-        ("logprobs", None),
-        ("seed", 7),
-        ("n", 2),
-        ("max_tokens", 8),
-        ("temperature", 0.5),
-        ("temprature", 0.5),
-        ("best_of", 4),
-        ("max_new_tokens", 8),
-        ("ignore_eos", True),
-        ("logprob_token_ids", [3]),
-        ("thinking_token_budget", 4),
-        ("trace_decode_token_ids", [1, 2]),
-        ("prompt_logprobs", 1),
+        ("logprobs", 2), ("logprobs", None), ("seed", 7), ("n", 2), ("max_tokens", 8), ("temperature", 0.5),
+        ("temprature", 0.5), ("best_of", 4), ("max_new_tokens", 8), ("ignore_eos", True), ("logprob_token_ids", [3]),
+        ("thinking_token_budget", 4), ("trace_decode_token_ids", [1, 2]), ("prompt_logprobs", 1),
     ],
-)
+)  # fmt: skip
 def test_a_key_that_makes_wrong_numbers_is_refused_by_name(
     engine: dict[str, Any], correction: bool, key: str, value: Any, tmp_path: Path
 ) -> None:

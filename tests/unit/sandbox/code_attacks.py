@@ -164,7 +164,7 @@ LOCK = f"{_LOCKS}assert f(lock) == 3"
 LOCK_OR_TYPE_ERROR = f"{_LOCKS}try:\n    f(lock)\n    assert False\nexcept TypeError:\n    pass"
 EXCEPTION = "try:\n    f(ValueError('x'))\n    assert False\nexcept TypeError:\n    pass"
 LACKING = "def lacking():\n    import no_such_package\nassert f(lacking) == 3"
-_SENDS = (
+SENDS = (
     "import json, os, struct\ndef send(o):\n    b = json.dumps(o).encode()\n    os.write(3, struct.pack('>I', "
     "len(b)) + b)\n"
 )
@@ -222,11 +222,11 @@ ON_FORMS: dict[str, tuple[str, Any]] = {
     "asks and leaves": (f"def f(x):\n{_ASKS}    raise SystemExit(0)", LOCK),
     "the error that is expected": ("def f(x): return x()", LOCK_OR_TYPE_ERROR),
     "the error that is expected, by hand": (f"def f(x):\n{_ASKS}    raise TypeError", LOCK_OR_TYPE_ERROR),
-    "the tester's own error, forged": (f"{_SENDS}def f(x):\n{_ASKS}    {_AGAIN}", LOCK_OR_TYPE_ERROR),
+    "the tester's own error, forged": (f"{SENDS}def f(x):\n{_ASKS}    {_AGAIN}", LOCK_OR_TYPE_ERROR),
     "does nothing with an exception": ("def f(x): return 0", EXCEPTION),
     "asks for a missing module": ("def f(x): return x()", LACKING),
     "asks for a missing module and knows better": (f"def f(x):\n{_ASKS}    return 3", LACKING),
-    "hands the missing module on": (f"{_SENDS}def f(x):\n{_ASKS}    {_AGAIN}", LACKING),
+    "hands the missing module on": (f"{SENDS}def f(x):\n{_ASKS}    {_AGAIN}", LACKING),
 }  # fmt: skip
 """They try to be paid, or to be unscorable, by what a row's form or a function of its tests gives them to do: (program,
 tests)."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from code_attacks import SENDS
 
 from grpo_lab.rewards import CodeReward
 from grpo_lab.rewards.completion import program_text
@@ -252,10 +253,6 @@ NOTHING = (
     "    def __abs__(s): return s\n    __neg__ = __round__ = __enter__ = __abs__\n    def __exit__(s, *a): return "
     "True\n    def __iter__(s): return iter(())\ndef f(x): return Z()"
 )  # fmt: skip
-SENDS = (
-    "import json, os, struct\ndef send(o):\n    b = json.dumps(o).encode()\n    os.write(3, struct.pack('>I', "
-    "len(b)) + b)\n"
-)
 LIES = {
     "an object that is nothing, and "
     "everything": (NOTHING, "assert f(1) <= 3\nassert max(f(1), 3) == 3\nassert 3 in f(1)\nassert f(1) in {0: "
