@@ -3,8 +3,9 @@
     python tests/golden/record.py [OUT.json]          all settings; those on several ranks are launched by accelerate
     python tests/golden/record.py OUT.json NAME …     some of them, on the ranks that this process was launched with
 
-Each is run twice: wholly in float64 (``in_double``), for numbers that hold on every CPU, and in float32 as a user
-would, for a checksum that holds to the bit on the machine of the record. Completions are scripted: nothing is sampled.
+Each is run wholly in float64 (``in_double``), for numbers that hold on every CPU. Where all are recorded (or with
+``--float32`` behind the names) it is run in float32, too, as a user would, for a checksum that holds to the bit on the
+machine of the record; no test reads it. Completions are scripted: nothing is sampled.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from parity.sampler import NoisySampler, as_with_vllm
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "trajectories.json"
 PROJECTIONS = 4
+FLOAT32 = "--float32"
 #: logged, but of the clock and not of the training
 CLOCK = ("runtime", "per_second", "step_time", "epoch", "flos")
 
@@ -77,11 +79,13 @@ def save_model(folder: Path, dtype: torch.dtype) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def record(setting: Setting, folder: Path) -> dict[str, Any]:
-    """Train one setting in float64 and in float32 → its record (the same on every rank)."""
+def record(setting: Setting, folder: Path, in_float32: bool) -> dict[str, Any]:
+    """Train one setting in float64, and in float32 if asked → its record (the same on every rank)."""
     with everything_in_double():
         found = run(setting, folder, torch.float64)
-    return {**found, "sha256_float32": run(setting, folder, torch.float32)["sha256"]}
+    if in_float32:
+        found["sha256_float32"] = run(setting, folder, torch.float32)["sha256"]
+    return found
 
 
 def run(setting: Setting, folder: Path, dtype: torch.dtype) -> dict[str, Any]:
@@ -131,22 +135,23 @@ def _movement(start: dict[str, Tensor], end: dict[str, Tensor]) -> dict[str, Any
     return {"moved": moved.norm().item(), "towards": (directions @ moved).tolist(), "sha256": digest.hexdigest()}
 
 
-def run_all(names: list[str], folder: Path) -> dict[str, Any]:
+def run_all(names: list[str], folder: Path, in_float32: bool) -> dict[str, Any]:
     """The named settings on the ranks at hand."""
     torch.set_num_threads(1)
     gc.freeze()
     warnings.simplefilter("ignore")
     for dtype in (torch.float64, torch.float32):  # before ranks know of each other: then only the first one writes
         save_model(model_in(folder, dtype), dtype)
-    return {setting.name: record(setting, folder) for setting in SETTINGS if setting.name in names}
+    return {setting.name: record(setting, folder, in_float32) for setting in SETTINGS if setting.name in names}
 
 
-def run_in_world(processes: int, names: list[str], folder: Path) -> dict[str, Any]:
+def run_in_world(processes: int, names: list[str], folder: Path, in_float32: bool) -> dict[str, Any]:
     """The named settings on several ranks, launched by accelerate."""
     from distributed.launch import RECIPES, accelerate_launch
 
     out = folder / f"{processes}.json"
-    accelerate_launch(RECIPES / "ddp.yaml", processes, [str(HERE / "record.py"), str(out), *names])
+    words = [str(HERE / "record.py"), str(out), *names, *([FLOAT32] if in_float32 else [])]
+    accelerate_launch(RECIPES / "ddp.yaml", processes, words)
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -155,13 +160,14 @@ def main(words: list[str]) -> None:
     out, names = Path(words[0]) if words else RECORD, words[1:]
     with tempfile.TemporaryDirectory() as folder:
         if names:
-            found = run_all(names, Path(folder))
+            found = run_all(names, Path(folder), FLOAT32 in names)
             if os.environ.get("RANK", "0") == "0":
                 out.write_text(json.dumps(found))
             return
-        found = run_all([s.name for s in SETTINGS if s.processes == 1], Path(folder))
+        found = run_all([s.name for s in SETTINGS if s.processes == 1], Path(folder), in_float32=True)
         for processes in sorted({s.processes for s in SETTINGS} - {1}):
-            found |= run_in_world(processes, [s.name for s in SETTINGS if s.processes == processes], Path(folder))
+            names = [s.name for s in SETTINGS if s.processes == processes]
+            found |= run_in_world(processes, names, Path(folder), in_float32=True)
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(found[name])}" for name in found)
     out.write_text(f'{{"machine": {json.dumps(machine())},\n"settings": {{\n{lines}\n}}}}\n')
     print(f"{len(found)} trainings written to {out} ({out.stat().st_size / 1024:.0f} KiB)")

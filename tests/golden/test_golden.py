@@ -29,9 +29,10 @@ RECORDED: dict[str, Any] = json.loads(RECORD.read_text())
 @pytest.fixture(scope="session")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("golden")
-    records = run_all([setting.name for setting in SETTINGS if setting.processes == 1], folder)
+    records = run_all([setting.name for setting in SETTINGS if setting.processes == 1], folder, in_float32=False)
     for processes in sorted({setting.processes for setting in SETTINGS} - {1}):
-        records |= run_in_world(processes, [s.name for s in SETTINGS if s.processes == processes], folder)
+        names = [setting.name for setting in SETTINGS if setting.processes == processes]
+        records |= run_in_world(processes, names, folder, in_float32=False)
     return records
 
 
@@ -48,9 +49,8 @@ def differences(ours: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
         ("moved", ours["moved"], recorded["moved"]),
         *(("towards", a, b) for a, b in zip(ours["towards"], recorded["towards"], strict=True)),
     ):
-        if (
-            abs(value - then) > 4 * TOLERANCE * scale
-        ):  # a projection on a direction of unit variance; 4 standard deviations
+        # a projection on a direction of unit variance; 4 standard deviations
+        if abs(value - then) > 4 * TOLERANCE * scale:
             wrong.append(f"weights: {name} {value!r}, recorded {then!r}")
     return wrong
 

@@ -48,19 +48,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for name in ("text", "qwen3", "llama", "gpt2", "opt", "dropout", "moe", "tools", "reward", "adapter", "llava")
     }
     policy, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=2, max_positions=2048, initializer_range=0.2)
-    sizes = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "initializer_range": 0.2,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "intermediate_size": 64,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": None,
-    }
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"max_position_embeddings": 512, "initializer_range": 0.2, **heads, **ends}
+    others = ("initializer_range", "intermediate_size", "num_key_value_heads")
+    of_opt = {name: size for name, size in sizes.items() if name not in others}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     torch.manual_seed(0)
     built = {
@@ -70,19 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3": tiny_model("qwen3", hidden_size=32, num_layers=2, initializer_range=0.2)[0],
         "llama": LlamaForCausalLM(LlamaConfig(**sizes)),
         "gpt2": GPT2LMHeadModel(GPT2Config(**sizes, n_positions=512, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
-        "opt": OPTForCausalLM(
-            OPTConfig(
-                **{
-                    k: v
-                    for k, v in sizes.items()
-                    if k not in ("initializer_range", "intermediate_size", "num_key_value_heads")
-                },
-                ffn_dim=64,
-                word_embed_proj_dim=32,
-                init_std=0.2,
-                dropout=0.0,
-            )
-        ),
+        "opt": OPTForCausalLM(OPTConfig(**of_opt, ffn_dim=64, word_embed_proj_dim=32, init_std=0.2, dropout=0.0)),
         "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)),
         "reward": Qwen2ForSequenceClassification(Qwen2Config(**sizes, num_labels=1)),
     }

@@ -139,13 +139,6 @@ def test_what_was_written_is_trained(case: str, tiny_folder: Path, tmp_path: Pat
 
 
 @pytest.mark.not_fast
-def test_why_is_said(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="grpo_lab")
-    run(tmp_path, tiny_folder, None, "whitened")
-    assert "the surrogate `whitened`: the loss of a row depends on the other rows of its batch" in caplog.text
-
-
-@pytest.mark.not_fast
 def test_a_pull_that_sets_in_between_the_passes_over_a_batch(tiny_folder: Path, tmp_path: Path) -> None:
     """The old log-probs of rows without advantage are needed in the second pass, and are made before the first."""
 

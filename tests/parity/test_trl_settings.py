@@ -97,6 +97,10 @@ def trained(kind: Any, config: Any, way: Way, model: Path) -> Run:
     return train(kind, config, model, reward=rewards, prepare=way.prepare, **way.options(model))
 
 
+@pytest.mark.thorough(
+    cases=[f"{name}-sampler" for name in SETTINGS if name not in ("off-policy mask", "all three", "vespo", "sapo")]
+    + [f"{name}-shared prompts" for name in SETTINGS if name != "all three"]
+)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_beside_an_objective_it_is_trls(name: str, way: str, tiny_folder: Path, tmp_path: Path) -> None:
     objective, loss_type, settings = SETTINGS[name]
@@ -121,6 +125,7 @@ def test_beside_an_objective_it_is_trls(name: str, way: str, tiny_folder: Path, 
     assert (min(live) == 1.0) is acts_on_all or name == "normalize_then_sum"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("luspo", "vespo", "steered, not needed")])
 def test_without_the_setting_it_is_another_run(name: str, tiny_folder: Path, tmp_path: Path) -> None:

@@ -26,14 +26,10 @@ from grpo_lab.recipe.yaml import read_yaml
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
-LEAK = (
-    "A farmer counts his sheep on Monday and finds that seven of them are gone because the gate stood open all night."
-)
+LEAK = "A farmer counts his sheep on Monday and finds that seven are gone because the gate stood open all night."
+STAMPS = "Ann has {} stamps and buys {} more in shop number {}. How many stamps does she have?"
 QUESTIONS = [
-    *(
-        f"Ann has {k} stamps and buys {k + 1} more in shop number {k}. How many stamps does she have?"
-        for k in range(10)
-    ),
+    *(STAMPS.format(k, k + 1, k) for k in range(10)),
     "ann has 3 stamps, and buys 4 more in shop number 3: how many stamps does she have",  # row 10 repeats row 3
     "Is 7 a prime number?",
     f"{LEAK} How many sheep are left of forty?",
@@ -160,15 +156,9 @@ def test_what_is_kept_can_be_trained_on_and_curated_again(tiny_folder: Path, tmp
         with pytest.raises(ValueError, match="made with template none and template is 'r1'"):
             load_file(done.folder / name, template="r1")
     source = str(done.folder / "curated.parquet")
-    second = curate(
-        recipe(
-            tmp_path,
-            tiny_folder,
-            filters={"kind": {"keep": "open"}},
-            data={"loader": "file", "source": source, "template": "none"},
-            output_dir=str(tmp_path / "second"),
-        )
-    )
+    data = {"loader": "file", "source": source, "template": "none"}
+    changes = {"filters": {"kind": {"keep": "open"}}, "data": data, "output_dir": str(tmp_path / "second")}
+    second = curate(recipe(tmp_path, tiny_folder, **changes))
     assert any("measured anew: prompt_tokens, pass_rate" in note for note in second.report.notes)
 
 
@@ -223,23 +213,21 @@ def test_the_histogram_counts_every_rate_once() -> None:
     assert [number for number, *_ in kept_examples(rows)] == ["0", "2", "4", "6", "8", "10"]
 
 
+def command(model: Path, folder: Path, problems: int, **settings: Any) -> list[str]:
+    """`grpo-lab curate` on problems that are made up; its output folder comes behind."""
+    data = {"loader": "word_problems", "n": problems, "template": "none", "largest": 20, "steps": [1, 2]}
+    written = {"model": {"path": str(model)}, "data": data, "reward": "training.curation_rewards:by_digest"}
+    written |= {"problems_per_save": 4, "use_cpu": True, **settings}
+    (folder / "curate.yaml").write_text(yaml.safe_dump(written))
+    return ["curate", "--config", str(folder / "curate.yaml"), "--output_dir"]
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp_path: Path) -> None:
     """SIGKILL half-way through the command; the second run must add the missing rows only and end where a whole run
     ends."""
-    settings = {
-        "model": {"path": str(tiny_folder)},
-        "data": {"loader": "word_problems", "n": 48, "template": "none", "largest": 20, "steps": [1, 2]},
-        "reward": "training.curation_rewards:by_digest",
-        "n_samples": 8,
-        "max_completion_length": 60,
-        "problems_per_save": 4,
-        "use_cpu": True,
-        "filters": {"band": {}},
-    }
-    (tmp_path / "curate.yaml").write_text(yaml.safe_dump(settings))
-    words = ["curate", "--config", str(tmp_path / "curate.yaml"), "--output_dir"]
+    words = command(tiny_folder, tmp_path, problems=48, n_samples=8, max_completion_length=60, filters={"band": {}})
     assert main([*words, str(tmp_path / "whole")]) == 0
     samples = tmp_path / "killed" / "pass_rates.jsonl"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HOLD_AT_CALL": "7"}
@@ -270,18 +258,8 @@ def test_asked_to_stop_it_keeps_what_is_sampled_and_goes_on(
 ) -> None:
     """By SIGTERM in a batch (which is finished), Ctrl-C (at once), the hours, a stop file that waits; each time the
     same command."""
-    settings = {
-        "model": {"path": str(tiny_folder)},
-        "data": {"loader": "word_problems", "n": 12, "template": "none", "largest": 20, "steps": [1, 2]},
-        "reward": "training.curation_rewards:by_digest",
-        "n_samples": 4,
-        "max_completion_length": 8,
-        "problems_per_save": 4,
-        "use_cpu": True,
-        "filters": {"band": {}, "guessable": {"tries": 2, "max_new_tokens": 4}},
-    }
-    (tmp_path / "curate.yaml").write_text(yaml.safe_dump(settings))
-    words = ["curate", "--config", str(tmp_path / "curate.yaml"), "--output_dir"]
+    filters: dict[str, Any] = {"band": {}, "guessable": {"tries": 2, "max_new_tokens": 4}}
+    words = command(tiny_folder, tmp_path, problems=12, n_samples=4, max_completion_length=8, filters=filters)
     assert main([*words, str(tmp_path / "whole")]) == 0
     folder, made = tmp_path / "stopped", TransformersGenerator.__call__
     samples = folder / "pass_rates.jsonl"
@@ -333,10 +311,8 @@ def test_rows_to_imitate_lose_the_problems_that_can_be_guessed(tiny_folder: Path
     filters = {"guessable": {"tries": 3, "max_new_tokens": 3}, "balance": {"by": "domain"}}
     data = {"loader": "file", "source": str(file), "template": "none"}
     done = curate(recipe(tmp_path, tiny_folder, data=data, filters=filters))
-    assert [(one.name, one.before, one.dropped) for one in done.report.filters] == [
-        ("guessable", 7, 2),
-        ("balance", 5, 1),
-    ]
+    counted = [(one.name, one.before, one.dropped) for one in done.report.filters]
+    assert counted == [("guessable", 7, 2), ("balance", 5, 1)]
     assert Counter(row["domain"] for row in done.rows) == {"algebra": 2, "counting_and_probability": 2}
     assert all(row["guesses_right"] == 0 and row["completion"].startswith(row["prompt"]) for row in done.rows)
     assert (done.folder / "guesses.jsonl").read_bytes().count(b"\n") == 1 + 3

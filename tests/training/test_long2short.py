@@ -31,7 +31,7 @@ from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.resume.state import write_state
 from grpo_lab.trainer.supervised.methods import train_by
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingStopped
-from tolerance import log_prob_gap, unit_roundoff
+from tolerance import unit_roundoff
 
 #: two products and a sum, each rounded, in two computations that may fuse them or not: 6 roundings at most
 U = unit_roundoff(torch.float32)
@@ -123,6 +123,16 @@ PAIRS = [
 ]  # fmt: skip
 
 
+def train_on_pairs(
+    method: Any, model: Any, tokenizer: Any, folder: Path, arguments: dict[str, Any], callback: Any, training: Any
+) -> None:
+    rows = PAIRS
+    if method == "shortest_sft":
+        method = "sft"
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
+    train_by(method, model, tokenizer, Dataset.from_list(rows), folder, arguments, [callback], train=training)
+
+
 @pytest.mark.slow
 @pytest.mark.thorough(cases=["shortest_sft", "simpo"])
 @pytest.mark.parametrize("method", ["shortest_sft", "dpo", "simpo", "distill"])
@@ -135,16 +145,13 @@ def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_f
         model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_folder), AutoTokenizer.from_pretrained(tiny_folder)
         logs, folder = Logs(), tmp_path / name
         training = None if asked is None else StoppableTraining(folder / "stopped", identity, asked)
-        if method == "shortest_sft":
-            rows = Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS])
-            train_by("sft", model, tokenizer, rows, folder, arguments, [logs], train=training)
-        elif method == "distill":
+        if method == "distill":
             mine = {name: value for name, value in arguments.items() if name != "max_length"}
             mine |= {"max_completion_length": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
             rows, teacher = Dataset.from_list(PAIRS), tiny_model(seed=1)[0].eval()
             train_by("distill", model, tokenizer, rows, folder, mine, [logs], train=training, teacher_model=teacher)
         else:
-            train_by(method, model, tokenizer, Dataset.from_list(PAIRS), folder, arguments, [logs], train=training)
+            train_on_pairs(method, model, tokenizer, folder, arguments, logs, training)
         return folder, logs.rows, training
 
     whole, rows, _ = trained("whole")
@@ -219,13 +226,7 @@ def test_nan_is_no_trained_model_and_no_checkpoint(method: Any, tiny_folder: Pat
         model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_folder), AutoTokenizer.from_pretrained(tiny_folder)
         training = StoppableTraining(tmp_path / "stopped", "this", lambda: model.lm_head.weight.isnan().any())
         arguments = {**TRAINING, "per_device_train_batch_size": 2, "use_cpu": True, "max_steps": steps}
-        if method == "shortest_sft":
-            rows = Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS])
-            train_by("sft", model, tokenizer, rows, tmp_path, arguments, [Breaks()], train=training)
-        else:
-            train_by(
-                method, model, tokenizer, Dataset.from_list(PAIRS), tmp_path, arguments, [Breaks()], train=training
-            )
+        train_on_pairs(method, model, tokenizer, tmp_path, arguments, Breaks(), training)
 
     with pytest.raises(NumbersError, match="the weights that the training has left hold NaN"):
         trained(2)
@@ -299,43 +300,6 @@ def test_overwrite_samples_anew_and_leaves_a_shared_file(
     long2short(replace(written, samples=str(shared)), overwrite=True)
     assert not own.exists()
     assert shared.read_text() == "kept"
-
-
-def log_probs(model: Any, tokenizer: Any, prompt: str, answer: str) -> tuple[torch.Tensor, int]:
-    """Σ log π of the answer's tokens and its end token, in float64, and how many they are."""
-    ids, end = tokenizer(prompt)["input_ids"], tokenizer.eos_token_id
-    whole = torch.tensor([[*ids, *tokenizer(answer, add_special_tokens=False)["input_ids"], end]])
-    with torch.no_grad():
-        logits = model(whole).logits.double().log_softmax(-1)
-    picked = logits[0, :-1].gather(1, whole[0, 1:, None])[:, 0][len(ids) - 1 :]
-    return picked.sum(), picked.numel()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["dpo", "simpo"])
-def test_the_first_loss_is_that_of_the_formula(tiny_folder: Path, tmp_path: Path, method: Any) -> None:
-    """DPO begins at −log σ(0) = log 2 whatever the pair; SimPO at −log σ(β(mean log π⁺ − mean log π⁻) − γ)."""
-    pair = {"prompt": "Ann has 3 stamps.", "chosen": " She has 3.", "rejected": " Perhaps it is four or five of them."}
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    beta, gamma = 2.0, 0.7
-    good, bad = (log_probs(model, tokenizer, pair["prompt"], pair[side]) for side in ("chosen", "rejected"))
-    margin = beta * (good[0] / good[1] - bad[0] / bad[1]) - gamma
-    expected = torch.log(torch.tensor(2.0)) if method == "dpo" else -torch.nn.functional.logsigmoid(margin)
-    logs: list[dict[str, float]] = []
-
-    from transformers import TrainerCallback
-
-    class Keep(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
-            seen.append(logs or {})
-
-    seen = logs
-    arguments = {**TRAINING, "max_steps": 1, "per_device_train_batch_size": 1, "logging_steps": 1, "use_cpu": True}
-    arguments |= {"beta": beta} | ({"simpo_gamma": gamma} if method == "simpo" else {})
-    train_by(method, model, tokenizer, Dataset.from_list([pair]), tmp_path, arguments, [Keep()])
-    # β times the difference of two mean log-probs of 7 nats; −log σ has a slope of at most 1
-    assert logs[0]["loss"] == pytest.approx(expected.item(), abs=2 * beta * log_prob_gap(torch.float32, 7.0, width=32))
 
 
 @pytest.mark.parametrize(

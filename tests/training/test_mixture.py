@@ -3,6 +3,7 @@ resume in the middle, dynamic sampling, and what is refused."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -64,22 +65,23 @@ def shared(prompts: Any) -> dict[str, Any]:
     return {"shuffle_dataset": False, "data": Dataset.from_list([dict(row) for row in prompts])}
 
 
-def order(folder: Path, model: Path, tasks: Any, **changes: Any) -> list[list[tuple[int, str]]]:
-    seen = Seen()
-    run(folder, model, tasks, reward=seen, objective="dr_grpo", **changes)
-    return seen.batches
-
-
 WEIGHTS = {"add": {"weight": 2}, "sort": {"weight": 1}}
+
+
+@functools.cache
+def in_order(model: Path) -> list[dict[str, Any]]:
+    """The prompts of a mixture's run as it has drawn them."""
+    seen = Seen()
+    run(model.parent / "order", model, WEIGHTS, reward=seen, objective="dr_grpo", max_steps=4)
+    assert all([task for _, task in batch].count("add") == 2 for batch in seen.batches)
+    by_number = rows()
+    return [by_number[number] for batch in seen.batches for number, _ in batch]
 
 
 @pytest.mark.parametrize("objective", ["dapo", "grpo", "dr_grpo", "gspo"])
 def test_two_tasks_with_one_objective_are_one_data_set(tiny_folder: Path, tmp_path: Path, objective: Any) -> None:
     """The same prompts in the same order: a run without tasks, tasks that share all, tasks that name the same."""
-    batches = order(tmp_path / "o", tiny_folder, WEIGHTS, max_steps=4)
-    assert all([task for _, task in batch].count("add") == 2 for batch in batches)
-    by_number = rows()
-    prompts = [by_number[number] for batch in batches for number, _ in batch]
+    prompts = in_order(tiny_folder)
     plain = run(tmp_path / "a", tiny_folder, objective=objective, **shared(prompts))
     alike = run(tmp_path / "b", tiny_folder, WEIGHTS, objective=objective)
     named = {name: {**one, "objective": objective} for name, one in WEIGHTS.items()}

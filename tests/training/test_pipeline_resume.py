@@ -113,9 +113,8 @@ def whole(home: Path) -> Path:
 
 def test_the_token_of_a_server_is_in_no_file_of_the_run(whole: Path) -> None:
     files = [path for path in whole.rglob("*") if path.is_file()]
-    assert {"run.json", "recipe.yaml", "metrics.jsonl", "report.html", "README.md", "training_args.bin"} <= {
-        f.name for f in files
-    }
+    written = {"run.json", "recipe.yaml", "metrics.jsonl", "report.html", "README.md", "training_args.bin"}
+    assert written <= {file.name for file in files}
     assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
 
 
@@ -154,12 +153,16 @@ def copy(whole: Path, name: str, steps: int) -> Path:
     for path in folder.glob("checkpoint-*"):
         if int(path.name.split("-")[1]) > steps:
             shutil.rmtree(path)
-    record = {name: value for name, value in run_of(folder).items() if name != "trained"}
+    unfinished(folder, {name: value for name, value in run_of(folder).items() if name != "trained"})
+    return folder
+
+
+def unfinished(folder: Path, record: dict[str, Any]) -> None:
+    """A copied folder becomes a run of its own, with this record."""
     (folder / "run.json").write_text(json.dumps({**record, "finished": False}))
     written = yaml.safe_load((folder / "recipe.yaml").read_text())
     written["arguments"]["output_dir"] = str(folder)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(written))
-    return folder
 
 
 def stamp(file: Path) -> int:
@@ -198,10 +201,7 @@ def test_killed_in_the_last_evaluation_nothing_is_trained_again(whole: Path) -> 
     for path in folder.glob("checkpoint-*"):
         shutil.rmtree(path)
     shutil.rmtree(folder / "evaluation" / "after")
-    (folder / "run.json").write_text(json.dumps({**run_of(folder), "finished": False}))
-    written = yaml.safe_load((folder / "recipe.yaml").read_text())
-    written["arguments"]["output_dir"] = str(folder)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(written))
+    unfinished(folder, run_of(folder))
     made = stamp(folder / "model.safetensors")
     outcome = again(folder)
     assert stamp(folder / "model.safetensors") == made
@@ -261,10 +261,8 @@ def test_nan_of_the_last_step_is_no_finished_run(
         yaml.safe_dump({**recipe, "callbacks": [{"name": "pipeline_team:Does", "what": "break"}]})
     )
     assert main(["train", "--config", str(home / "broken.yaml")]) == 4
-    assert (
-        "the weights hold NaN" in (said := capsys.readouterr().err)
-        or "weights that the training has left hold NaN" in said
-    )
+    said = capsys.readouterr().err
+    assert "the weights hold NaN" in said or "weights that the training has left hold NaN" in said
     assert run_of(folder)["finished"] is False
     assert not (folder / "model.safetensors").exists()
     assert not (folder / "report.html").exists()

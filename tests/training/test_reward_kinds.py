@@ -158,6 +158,7 @@ def test_a_group_rewards_nan_likewise(tiny_folder: Path, tmp_path: Path, caplog:
 # -- what is no number -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but=["plain-*", "*-str", "*-tensor"])
 @pytest.mark.parametrize(
     ("bad", "seen"),
     [
