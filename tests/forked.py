@@ -16,13 +16,14 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
 import psutil
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
@@ -90,6 +91,15 @@ def end_with_children(pid: int | None) -> None:
         for process in [top, *top.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def as_rank(main: Callable[..., None]) -> None:
+    """``main`` with the words of the script, on one thread; then the end of the process. It is not the interpreter's:
+    gloo's threads race with that."""
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _become(words: list[str], printed: tuple[Path, Path], environment: dict[str, str], folder: Path) -> None:

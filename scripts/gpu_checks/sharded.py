@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from distributed.cases import SPLIT, Case
-from distributed.launch import HERE, World, train_cases
+from distributed.launch import World, train_cases
 from distributed.test_ranks import first_weights, relative_difference, rounding
 from gpu_checks.parity import models
 from gpu_checks.section import Row, Setting, verdict
 from parity.harness import ONE_ROW_IN_A_HUNDRED
 
-#: what runs a worker's script on CPUs as accelerate would on GPUs
-BY_CPU = {"fsdp2": "cpu_fsdp2.py", "zero2": "cpu_zero.py", "zero3": "cpu_zero.py"}
 CASES = (
     Case("dr_grpo-sparse", SPLIT, {"objective": "dr_grpo"}, reward="sparse"),
     Case("dapo", SPLIT, {"objective": "dapo"}),
@@ -59,8 +57,8 @@ def launched(setting: Setting, config: str, processes: int) -> World:
     more = {"ACCELERATE_USE_CPU": str(use_cpu).lower()}
     if config.startswith("zero") and not setting.gpu:
         more |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
-    before = [] if config == "single" or setting.gpu else [str(HERE / BY_CPU[config])]
-    return train_cases(processes, models(setting), setting.own / config, runs, config, before, setting.gpu, **more)
+    out = setting.own / config
+    return train_cases(processes, models(setting), out, runs, config, cold=setting.gpu, on_gpu=setting.gpu, **more)
 
 
 def on_cpu(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

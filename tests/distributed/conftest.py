@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock
 
 from distributed.cases import CASES, SHARDED
-from distributed.launch import HERE, World, train_cases
+from distributed.launch import World, train_cases
 
 
 class Worlds(dict[int, World]):
@@ -57,4 +57,4 @@ def sharded_world(tiny_folder: Path, shared_folder: Path) -> World:
     """Two processes that each hold half of every parameter, wrapped by accelerate as ``recipes/accelerate/fsdp2.yaml``
     says."""
     runs = [case.spec(2) for case in SHARDED]
-    return once(shared_folder / "sharded-2", 2, tiny_folder, runs, "fsdp2", [str(HERE / "cpu_fsdp2.py")])
+    return once(shared_folder / "sharded-2", 2, tiny_folder, runs, "fsdp2")

@@ -9,19 +9,15 @@ each rank; a step with a single live row.
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.trainer.step import exact_update
 from parity.harness import arguments, mixed_reward, problems
@@ -94,7 +90,6 @@ def without_a_live_row(make_plan: Any) -> Any:
 
 
 def main(out: str) -> None:
-    torch.set_num_threads(1)
     found: dict[str, Any] = {"stock": Step("same_draws", Path(out) / "a").gradients()}
     step = Step("same_distribution", Path(out) / "b")
     found["ours"] = step.gradients()
@@ -111,6 +106,4 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

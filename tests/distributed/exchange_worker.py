@@ -7,9 +7,7 @@ bit.
 
 from __future__ import annotations
 
-import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from forked import as_rank
 from grpo_lab.trainer.row_table import POLICY_VERSION, POSITION_OFFSET, RowTable
 from grpo_lab.trainer.step.exchange import Exchange
 from grpo_lab.trainer.step.row_numbers import RowNumbers
@@ -171,7 +170,6 @@ def expected_bytes(window: list[dict[str, Any]], plan: Plan, accelerator: Any) -
 
 
 def main(out: str) -> None:
-    torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     moved = [check(case, accelerator) for case in range(CASES)]
     assert min(moved) == 0, "no step in which nothing moves"
@@ -188,6 +186,4 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown ("terminate called without an active exception")
+    as_rank(main)

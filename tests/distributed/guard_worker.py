@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer, PPOTrainer
 from grpo_lab.trainer.step.guard import NumbersError
 from parity.harness import arguments, problems
@@ -149,7 +148,6 @@ def resumed_in_a_warm_up(model: str, folder: Path) -> list[bool]:
 
 
 def main(model: str, out: str) -> None:
-    torch.set_num_threads(1)
     folder, plant = Path(out), Plant(EACH, rank=1)
     trainer = build(model, folder / "each", plant)
     trainer.train()
@@ -172,6 +170,4 @@ def main(model: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

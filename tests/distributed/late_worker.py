@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.trainer.ranks import RankLost
 from parity.harness import arguments, problems
@@ -44,7 +41,6 @@ class Sleeper:
 
 
 def main(model: str, out: str, limit: str) -> None:
-    torch.set_num_threads(1)
     folder = Path(out)
     settings = {
         "per_device_train_batch_size": 4,
@@ -68,4 +64,4 @@ def main(model: str, out: str, limit: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    as_rank(main)

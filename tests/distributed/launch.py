@@ -25,6 +25,9 @@ from ports import free_port
 HERE = Path(__file__).resolve().parent
 RECIPES = ROOT / "recipes" / "accelerate"
 ON_CPUS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS}
+ON_CPUS |= {"TRL_EXPERIMENTAL_SILENCE": "1"}
+#: recipe → the script that brings it to CPU ranks
+BEFORE = {"fsdp2": "cpu_fsdp2.py", "zero2": "cpu_zero.py", "zero3": "cpu_zero.py"}
 LIMIT_S = 1800.0
 """Of a launch, on a machine that is busy with something else."""
 
@@ -85,6 +88,15 @@ def accelerate_launch(config: Path, processes: int, words: Sequence[str], cold: 
     return output
 
 
+def run_worker(
+    name: str, config: str, ranks: int, *words: str | Path, cold: bool = False, on_gpu: bool = False, **more: str
+) -> str:
+    """``<name>.py`` of this folder, or at a whole path, on the ranks of a recipe -> stdout + stderr."""
+    before = [str(HERE / BEFORE[config])] if config in BEFORE and not on_gpu else []
+    script = [*before, str(HERE / f"{name}.py"), *map(str, words)]
+    return accelerate_launch(RECIPES / f"{config}.yaml", ranks, script, cold=cold, **more)
+
+
 def of_ranks(config: Path, processes: int, environment: Mapping[str, str], port: int) -> list[dict[str, str]]:
     """Each rank's environment, as ``accelerate launch`` and torchrun make it (``test_launch_ends`` compares)."""
     with mock.patch.dict(os.environ, environment):
@@ -117,14 +129,13 @@ def train_cases(
     out: Path,
     runs: list[dict[str, Any]],
     config: str = "ddp",
-    before: Sequence[str] = (),
     cold: bool = False,
+    on_gpu: bool = False,
     **more: str,
 ) -> World:
     """All ``runs`` in one launch: starting the processes costs more than training in them. ``more``: environment
     variables."""
     out.mkdir()
     (out / "spec.json").write_text(json.dumps({"model": str(model), "out": str(out), "runs": runs}))
-    words = [*before, str(HERE / "worker.py"), str(out / "spec.json")]
-    accelerate_launch(RECIPES / f"{config}.yaml", processes, words, cold=cold, **more)
+    run_worker("worker", config, processes, out / "spec.json", cold=cold, on_gpu=on_gpu, **more)
     return World(processes, out)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import ScriptedRollout
 from parity.harness import arguments, mixed_reward, problems
@@ -70,7 +70,6 @@ def weights(trainer: Any) -> torch.Tensor:
 
 
 def main(model: str, out: str, kind: str) -> None:
-    torch.set_num_threads(1)
     folder = Path(out)
     report: dict[str, Any] = {}
     if kind == "fsdp2":
@@ -99,6 +98,4 @@ def main(model: str, out: str, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.exchange_worker import expected_bytes
+from forked import as_rank
 from grpo_lab import LabConfig
 from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.step.exact_update import ExactUpdate
@@ -56,7 +52,6 @@ class Counted(ExactUpdate):
 
 
 def main(model_folder: str, out: str) -> None:
-    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     for kind, settings in KINDS.items():
         shape = {
@@ -88,6 +83,4 @@ def main(model_folder: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown ("terminate called without an active exception")
+    as_rank(main)

@@ -4,8 +4,6 @@ each step."""
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from forked import as_rank
 from grpo_lab import KimiTrainer, LabConfig
 from grpo_lab.rewards import KimiLengthReward
 from grpo_lab.testing import ScriptedRollout
@@ -37,7 +36,6 @@ def settings(out: Path, ranks: int) -> LabConfig:
 
 
 def main(model_folder: str, out: str) -> None:
-    torch.set_num_threads(1)
     config = settings(Path(out), ranks=2)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
@@ -62,6 +60,4 @@ def main(model_folder: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown ("terminate called without an active exception")
+    as_rank(main)

@@ -11,11 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.utils import gather_object
@@ -23,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_oracle
 from distributed.worker import whole_weights
+from forked import as_rank
 from grpo_lab import LabConfig, PPOTrainer
 from parity.harness import LENGTHS, arguments, problems
 
@@ -62,7 +59,6 @@ def resumed(trainer: PPOTrainer, model: str, out: Path, kind: str, ranks: int) -
 
 
 def main(model: str, out: str) -> None:
-    torch.set_num_threads(1)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     for kind in ppo_oracle.KINDS:
         trainer = build(model, Path(out), kind, ranks)
@@ -87,6 +83,4 @@ def main(model: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

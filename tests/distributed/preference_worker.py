@@ -11,16 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.rewards import PreferenceReward
 from grpo_lab.testing import ScriptedRollout
@@ -58,7 +56,6 @@ def leave(trainer: LabTrainer, file: Path) -> None:
 
 
 def main(policy: str, preference: str, out: str) -> None:
-    torch.set_num_threads(1)
     ranks, folder = int(os.environ.get("WORLD_SIZE", "1")), Path(out)
     whole = build(policy, preference, folder / "whole", ranks)
     whole.train()
@@ -71,6 +68,4 @@ def main(policy: str, preference: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import ScriptedRollout
 from parity.harness import LENGTHS, arguments, problems
@@ -67,7 +64,6 @@ def weights(trainer: LabTrainer) -> dict[str, torch.Tensor]:
 
 
 def main(model: str, out: str) -> None:
-    torch.set_num_threads(1)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     for update in UPDATES:
         folder = Path(out) / update
@@ -87,6 +83,4 @@ def main(model: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

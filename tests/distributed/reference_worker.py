@@ -9,19 +9,15 @@ Leaves ``<rank>.json``. Completions are sampled by the model, with each rank's o
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.resume_worker import Judge, history
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from parity.harness import arguments, problems
 
@@ -51,7 +47,6 @@ def whole(model: Any) -> torch.Tensor:
 
 
 def main(model: str, out: str) -> None:
-    torch.set_num_threads(1)
     folder = Path(out)
     first = build(model, folder / "whole")
     first.train()
@@ -75,6 +70,4 @@ def main(model: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

@@ -12,16 +12,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
 from grpo_lab.trainer.resume.generation_buffer import rows_file
@@ -93,7 +90,6 @@ def history(trainer: LabTrainer) -> list[dict[str, Any]]:
 
 
 def main(model: str, out: str) -> None:
-    torch.set_num_threads(1)
     folder = Path(out)
     place = folder / "whole" / f"checkpoint-{STOP}"
     whole = build(model, folder / "whole")
@@ -142,6 +138,4 @@ def main(model: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

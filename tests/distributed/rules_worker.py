@@ -10,18 +10,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.process_worker import ROWS, Kept, weights
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from parity.harness import LENGTHS, arguments, problems
 from process_oracle import GROUP, LR
@@ -68,7 +65,6 @@ def literal(rule: str, completions: list[list[int]], of_all: list[torch.Tensor])
 
 
 def main(model: str, out: str) -> None:
-    torch.set_num_threads(1)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     for name, (rule, rewards, update) in RUNS.items():
@@ -100,6 +96,4 @@ def main(model: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

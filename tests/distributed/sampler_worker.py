@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import ScriptedRollout
 from parity.harness import arguments, problems
@@ -71,15 +68,12 @@ def train(spec: dict[str, Any], resume: int = 0) -> dict[str, Any]:
     return {"ranks": gather_object([judge.seen]), "fingerprints": gather_object([sampler.fingerprint()])}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    spec = json.loads(Path(sys.argv[1]).read_text())
+def main(file: str) -> None:
+    spec = json.loads(Path(file).read_text())
     report = {"whole": train(spec), "resumed": train(spec, RESUME_AT)}
     if int(os.environ.get("RANK", "0")) == 0:
         (Path(spec["out"]) / "report.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

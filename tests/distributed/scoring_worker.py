@@ -4,17 +4,14 @@ OUT``."""
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.advantages import GroupMean
 from grpo_lab.batch import RewardTable
@@ -62,7 +59,6 @@ RUNS: dict[str, tuple[type[LabTrainer], dict[str, Any], list[Any]]] = {
 
 
 def main(model_folder: str, out: str) -> None:
-    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for name, (kind, settings, rewards) in RUNS.items():
@@ -90,6 +86,4 @@ def main(model_folder: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown ("terminate called without an active exception")
+    as_rank(main)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 
 pytestmark = pytest.mark.slow
 
@@ -15,5 +15,5 @@ def test_random_steps(tmp_path: Path) -> None:
     """Bins, what comes home, bytes; ranks padded to different widths, fields per row, per token and of a team's own,
     NaN, no row at all."""
     out = tmp_path / "refused.txt"
-    accelerate_launch(RECIPES / "ddp.yaml", 3, [str(HERE / "exchange_worker.py"), str(out)])
+    run_worker("exchange_worker", "ddp", 3, out)
     assert "the ranks' micro-batches hold different fields" in out.read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distributed.guard_worker import EACH, STEPS
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from grpo_lab.trainer.step.bad_step import read_bad_step
 
 pytestmark = pytest.mark.slow
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.thorough(but="fsdp2")
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_one_ranks_nan_is_everybodys(sharding: str, tiny_folder: Path, tmp_path: Path) -> None:
-    before = [str(HERE / "cpu_fsdp2.py")] if sharding == "fsdp2" else []
-    words = [*before, str(HERE / "guard_worker.py"), str(tiny_folder), str(tmp_path)]
-    accelerate_launch(RECIPES / f"{sharding}.yaml", 2, words)
+    run_worker("guard_worker", sharding, 2, tiny_folder, tmp_path)
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for report in reports:
         assert report["moved"] == [step not in EACH for step in range(1, STEPS + 1)]

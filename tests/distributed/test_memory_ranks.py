@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from distributed.memory_worker import BEGIN
 
 pytestmark = pytest.mark.slow
 
 
 def reports(kind: str, model: Path, folder: Path) -> list[dict[str, Any]]:
-    before = [str(HERE / "cpu_fsdp2.py")] if kind == "fsdp2" else []
-    accelerate_launch(
-        RECIPES / f"{kind}.yaml", 2, [*before, str(HERE / "memory_worker.py"), str(model), str(folder), kind]
-    )
+    run_worker("memory_worker", kind, 2, model, folder, kind)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 
 pytestmark = pytest.mark.slow
 
 
 def test_every_metric_of_two_ranks(tiny_folder: Path, tmp_path: Path) -> None:
-    accelerate_launch(RECIPES / "ddp.yaml", 2, [str(HERE / "metrics_worker.py"), str(tiny_folder), str(tmp_path)])
+    run_worker("metrics_worker", "ddp", 2, tiny_folder, tmp_path)
     for kind in ("token", "sequence"):
         seen = (tmp_path / f"{kind}.txt").read_text().split()
         assert {"clip_ratio/low_mean", "clip_ratio/low_min", "entropy", "update/tokens_computed"} <= set(seen)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from distributed.optimizer_reset_worker import Entries, settings
 from grpo_lab import KimiTrainer
 from grpo_lab.rewards import KimiLengthReward
@@ -19,11 +19,10 @@ from parity.harness import ONE_ROW_IN_A_HUNDRED, adamw_bound, mixed_reward, move
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough(but="fsdp2")
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_empty_after_each_iteration_on_both_ranks(sharding: str, tiny_folder: Path, tmp_path: Path) -> None:
-    before = [str(HERE / "cpu_fsdp2.py")] if sharding == "fsdp2" else []
-    words = [*before, str(HERE / "optimizer_reset_worker.py"), str(tiny_folder), str(tmp_path)]
-    accelerate_launch(RECIPES / f"{sharding}.yaml", 2, words)
+    run_worker("optimizer_reset_worker", sharding, 2, tiny_folder, tmp_path)
     alone = Entries()
     length = KimiLengthReward(0.5, warmup_steps=2, correctness="parity_reward")
     one = train(

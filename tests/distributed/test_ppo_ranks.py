@@ -13,16 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_oracle
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from distributed.test_zero import ON_CPUS
 from grpo_lab.trainer.critic import load_critic
 from parity.harness import Run, assert_same_movement
 
 pytestmark = pytest.mark.slow
 
-
-#: recipe → the script that brings it to CPU ranks
-BEFORE = {"fsdp2": ["cpu_fsdp2.py"], "zero2": ["cpu_zero.py"], "zero3": ["cpu_zero.py"]}
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
@@ -37,10 +34,8 @@ DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed
 def test_final_weights_and_a_resume(ranks: int, recipe: str, tiny_folder: Path, tmp_path: Path) -> None:
     for kind in ppo_oracle.KINDS:
         ppo_oracle.critic_folder(tmp_path / f"critic-{kind}", kind)
-    before = [str(HERE / name) for name in BEFORE.get(recipe, [])]
-    words = [*before, str(HERE / "ppo_worker.py"), str(tiny_folder), str(tmp_path)]
     zero = recipe.startswith("zero")
-    accelerate_launch(RECIPES / f"{recipe}.yaml", ranks, words, cold=zero, **(ON_CPUS if zero else {}))
+    run_worker("ppo_worker", recipe, ranks, tiny_folder, tmp_path, cold=zero, **(ON_CPUS if zero else {}))
     eos = AutoTokenizer.from_pretrained(tiny_folder).eos_token_id
     for kind in ppo_oracle.KINDS:
         report = json.loads((tmp_path / f"{kind}.json").read_text())

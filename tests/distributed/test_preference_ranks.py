@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from distributed.preference_worker import ROWS
 
 pytestmark = pytest.mark.slow
@@ -27,10 +27,8 @@ def preference(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def left(ranks: int, policy: Path, preference: Path, out: Path) -> dict[str, Any]:
-    config = RECIPES / ("ddp.yaml" if ranks > 1 else "single.yaml")
-    words = [str(HERE / "preference_worker.py"), str(policy), str(preference), str(out)]
     out.mkdir()
-    accelerate_launch(config, ranks, words)
+    run_worker("preference_worker", "ddp" if ranks > 1 else "single", ranks, policy, preference, out)
     return {name: json.loads((out / f"{name}.json").read_text()) for name in ("whole", "resumed")}
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from parity.test_randomness import COPIES, gap_in_bounds
 
 pytestmark = pytest.mark.slow
 
 
 def test_under_dropout(tmp_path: Path) -> None:
-    accelerate_launch(RECIPES / "ddp.yaml", 2, [str(HERE / "dropout_worker.py"), str(tmp_path)])
+    run_worker("dropout_worker", "ddp", 2, tmp_path)
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     stock, ours = found["stock"], found["ours"]
     assert float(stock.std(0).min()) > 0, "nothing is random here"

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from distributed.launch import HERE, RECIPES, ROOT, accelerate_launch
+from distributed.launch import ROOT, run_worker
 from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.stages.held_out import evaluate_saved_model
@@ -67,9 +67,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(kind: str, start: Path, out: Path, *flags: str, **changes: Any) -> str:
     recipe = {**RECIPE, "model": {"path": str(start)}, "output_dir": str(out / "run"), **changes}
     (out / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    before = [str(HERE / "cpu_fsdp2.py")] if kind == "fsdp2" else []
-    words = [*before, str(ROOT / "scripts" / "train.py"), "--config", str(out / "recipe.yaml"), *flags]
-    return accelerate_launch(RECIPES / f"{kind}.yaml", 2, words, cold=kind == "ddp")
+    script = str(ROOT / "scripts" / "train")
+    return run_worker(script, kind, 2, "--config", out / "recipe.yaml", *flags, cold=kind == "ddp")
 
 
 def logged(out: Path) -> list[dict[str, Any]]:

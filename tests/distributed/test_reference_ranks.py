@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from grpo_lab.trainer.resume.state import REFERENCE
 
 pytestmark = pytest.mark.slow
@@ -18,9 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.thorough(but="fsdp2")
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_two_ranks(config: str, tiny_folder: Path, tmp_path: Path) -> None:
-    before = [str(HERE / "cpu_fsdp2.py")] if config == "fsdp2" else []
-    words = [*before, str(HERE / "reference_worker.py"), str(tiny_folder), str(tmp_path)]
-    accelerate_launch(RECIPES / f"{config}.yaml", 2, words)
+    run_worker("reference_worker", config, 2, tiny_folder, tmp_path)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for report in ranks:
         assert report["fsdp2"] is (config == "fsdp2")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from distributed.resume_worker import STOP, build
 from grpo_lab.trainer.resume.generation_buffer import rows_file
 from grpo_lab.trainer.resume.state import STATE
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def reports(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("resume")
-    accelerate_launch(RECIPES / "ddp.yaml", 2, [str(HERE / "resume_worker.py"), str(tiny_folder), str(out)])
+    run_worker("resume_worker", "ddp", 2, tiny_folder, out)
     return out, [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

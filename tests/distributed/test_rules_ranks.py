@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from distributed.rules_worker import RUNS, literal
 from parity.harness import Run, assert_same_movement
 from process_oracle import replayed
@@ -22,8 +22,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.thorough(but="2")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_final_weights(ranks: int, tiny_folder: Path, tmp_path: Path) -> None:
-    config = RECIPES / ("ddp.yaml" if ranks > 1 else "single.yaml")
-    accelerate_launch(config, ranks, [str(HERE / "rules_worker.py"), str(tiny_folder), str(tmp_path)])
+    run_worker("rules_worker", "ddp" if ranks > 1 else "single", ranks, tiny_folder, tmp_path)
     start = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).state_dict()
     for name, (rule, _, _) in RUNS.items():
         report = json.loads((tmp_path / f"{name}.json").read_text())

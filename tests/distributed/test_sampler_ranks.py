@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from distributed.sampler_worker import RESUME_AT
 
-WORKER = HERE / "sampler_worker.py"
 GROUP = 4
 
 pytestmark = pytest.mark.slow
@@ -29,7 +28,7 @@ def sampled_worlds(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 def launch(processes: int, model: Path, out: Path) -> dict[str, Any]:
     args = {"per_device_train_batch_size": 4 // processes}
     (out / "spec.json").write_text(json.dumps({"model": str(model), "out": str(out), "args": args}))
-    accelerate_launch(RECIPES / "ddp.yaml", processes, [str(WORKER), str(out / "spec.json")])
+    run_worker("sampler_worker", "ddp", processes, out / "spec.json")
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
     return report
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from distributed.scoring_worker import RUNS
 from tolerance import movement_gap, sum_gap
 
@@ -21,8 +21,7 @@ def worlds(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     found = {}
     for processes in (1, 2):
         found[processes] = tmp_path_factory.mktemp(f"scoring{processes}")
-        words = [str(HERE / "scoring_worker.py"), str(tiny_folder), str(found[processes])]
-        accelerate_launch(RECIPES / "ddp.yaml", processes, words)
+        run_worker("scoring_worker", "ddp", processes, tiny_folder, found[processes])
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from rollouts.thinking_oracle import Step, check_budget_is_obeyed, difference, oracle
 from tolerance import log_prob_gap
 
@@ -19,9 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.thorough(but="fsdp2")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_rows_go_on_on_one_rank_only(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
-    before = [str(HERE / "cpu_fsdp2.py")] if kind == "fsdp2" else []
-    words = [*before, str(HERE / "thinking_worker.py"), str(tiny_folder), str(tmp_path), kind]
-    accelerate_launch(RECIPES / f"{kind}.yaml", 2, words)
+    run_worker("thinking_worker", kind, 2, tiny_folder, tmp_path, kind)
     ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1)]
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     cuts = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 
 pytestmark = pytest.mark.slow
 
@@ -20,9 +20,8 @@ collective."""
 def test_a_rank_that_sleeps_for_ever_is_named_and_the_launch_ends(tiny_folder: Path, tmp_path: Path) -> None:
     """As it was: half an hour on CPU ranks whatever `ddp_timeout` said, and then «Timed out waiting 1800000ms for recv
     operation»."""
-    words = [str(HERE / "late_worker.py"), str(tiny_folder), str(tmp_path), str(LIMIT)]
     with pytest.raises(AssertionError) as ended:
-        accelerate_launch(RECIPES / "ddp.yaml", 2, words)
+        run_worker("late_worker", "ddp", 2, tiny_folder, tmp_path, str(LIMIT))
     output = str(ended.value)
     assert (tmp_path / "error.json").is_file(), output
     error = json.loads((tmp_path / "error.json").read_text())

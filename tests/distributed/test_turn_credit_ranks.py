@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from distributed.turn_credit_worker import CASES, STEPS
 from parity.harness import Run, assert_same_movement, movement_difference
 from turn_oracle import RULES, environment_of, replayed, turns_of
@@ -20,8 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.thorough(but="2")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_final_weights(ranks: int, tiny_folder: Path, tmp_path: Path) -> None:
-    config = RECIPES / ("ddp.yaml" if ranks > 1 else "single.yaml")
-    accelerate_launch(config, ranks, [str(HERE / "turn_credit_worker.py"), str(tiny_folder), str(tmp_path)])
+    run_worker("turn_credit_worker", "ddp" if ranks > 1 else "single", ranks, tiny_folder, tmp_path)
     start = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).state_dict()
     for rule, objective in CASES:
         report = json.loads((tmp_path / f"{rule}-{objective}.json").read_text())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from grpo_lab.testing import tiny_model
 from parity.conftest import TOOL_TEMPLATE
 
@@ -32,9 +32,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ranks_of(kind: str, calling: Path, out: Path, *more: str) -> list[dict[str, Any]]:
-    before = [str(HERE / "cpu_fsdp2.py")] if kind == "fsdp2" else []
-    words = [*before, str(HERE / "turns_worker.py"), str(calling), str(out), kind, *more]
-    accelerate_launch(RECIPES / f"{'fsdp2' if kind == 'fsdp2' else 'ddp'}.yaml", 2, words)
+    run_worker("turns_worker", "fsdp2" if kind == "fsdp2" else "ddp", 2, calling, out, kind, *more)
     return [torch.load(out / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 

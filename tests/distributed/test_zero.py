@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from distributed.cases import CASES, SPLIT, Case
-from distributed.launch import HERE, World, train_cases
+from distributed.launch import World, train_cases
 from distributed.test_ranks import FEW, first_weights, logged_gaps, relative_difference, rounding
 from parity.harness import ONE_ROW_IN_A_HUNDRED
 
@@ -46,7 +46,7 @@ def launched(config: str, processes: int, model: Path, out: Path) -> World:
         return train_cases(processes, model, out, runs, config)
     for run in runs:
         run["args"]["use_cpu"] = False  # accelerate leaves DeepSpeed out of a run that asks for a CPU
-    return train_cases(processes, model, out, runs, config, [str(HERE / "cpu_zero.py")], cold=True, **ON_CPUS)
+    return train_cases(processes, model, out, runs, config, cold=True, **ON_CPUS)
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,16 @@ where parameters are whole, the log.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forked import as_rank
 from grpo_lab import LabConfig
-from rollouts.thinking_oracle import CLOSED, Step, Tap, TappedTrainer, odd_share, run, settings
+from rollouts.server_runs import odd_share
+from rollouts.thinking_oracle import CLOSED, Step, Tap, TappedTrainer, run, settings
 
 
 class Whole(Tap):
@@ -30,7 +30,6 @@ class Whole(Tap):
 
 
 def main(model: str, out: str, kind: str) -> None:
-    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model)
     args = settings(Path(out), 8, per_device_train_batch_size=3, num_generations=3, shuffle_dataset=False)
     prompts = [f"Tom has {i} apples.\n{'' if i % 4 == 0 else CLOSED}" for i in range(16)]
@@ -56,6 +55,4 @@ def main(model: str, out: str, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

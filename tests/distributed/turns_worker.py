@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer import grpo_trainer
 
 from distributed.team_rewards import fewest_turns, odd_share
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from parity.drop_in_cases import chats, multiply
 from parity.harness import arguments
@@ -81,7 +80,6 @@ def calls(rank: int, again: bool) -> Any:
 
 
 def main(folder: str, out: str, kind: str, whole: str = "") -> None:
-    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     settings = arguments(Path(out), max_steps=2, gradient_accumulation_steps=1, max_completion_length=250)
@@ -122,6 +120,4 @@ def main(folder: str, out: str, kind: str, whole: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

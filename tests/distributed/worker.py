@@ -12,13 +12,8 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.utils import gather_object
@@ -28,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.rewards import KimiLengthReward, group_reward
 from grpo_lab.rewards.protocol import Group
@@ -174,15 +170,12 @@ def train(model_folder: str, out: Path, run: dict[str, Any]) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def main(file: str) -> None:
     gc.freeze()  # accelerate collects garbage in every train(); walking all imported modules each time takes a second
-    spec = json.loads(Path(sys.argv[1]).read_text())
+    spec = json.loads(Path(file).read_text())
     for run in spec["runs"]:
         train(spec["model"], Path(spec["out"]), run)
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown ("terminate called without an active exception")
+    as_rank(main)

@@ -4,18 +4,16 @@ MODEL URL FOLDER``. Each rank writes ``rank-<r>.json`` into the folder: its mode
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
-import torch
 from peft import LoraConfig
 
+from forked import as_rank
 from rollouts.server_runs import build
 
 
-def main(model: str, url: str, folder: Path) -> None:
-    torch.set_num_threads(1)
+def main(model: str, url: str, out: str) -> None:
+    folder = Path(out)
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     rollout = {"sync": "adapter", "verify_every": 1}
     trainer = build(folder, model, url, peft_config=lora, rollout=rollout, max_steps=3)
@@ -27,6 +25,4 @@ def main(model: str, url: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

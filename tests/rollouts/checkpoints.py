@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,16 @@ def data_folder() -> Path | None:
     candidates = [Path(named)] if named else []
     candidates.append(Path(__file__).resolve().parents[3] / "shared" / "data")
     return next((folder for folder in candidates if folder.is_dir()), None)
+
+
+def servable(folder: Path, architecture: str = "qwen2", **sizes: Any) -> str:
+    """Write a tiny model with heads of 32, the smallest that vLLM's CPU kernels have, and its tokenizer -> the
+    folder."""
+    from grpo_lab.testing import tiny_model
+
+    for part in tiny_model(architecture, **{"hidden_size": 64, "num_heads": 2, "num_layers": 2, **sizes}):
+        part.save_pretrained(folder)
+    return str(folder)
 
 
 def random_checkpoint(folder: Path, architecture: str, *, tied: bool, seed: int = 0) -> Path:

@@ -38,6 +38,15 @@ def port_of_worker() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """vLLM compiles its sampler in every process that samples on a CPU: three seconds of a core."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("vllm"):
+            patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forked_servers() -> Iterator[None]:
     """`Server` forks its server from a process that has imported vLLM."""
@@ -78,7 +87,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    """(model, tokenizer) of the trainings with the stand-in engine."""
+    from grpo_lab.testing import tiny_model
+
+    return tiny_model("qwen2", hidden_size=32, num_heads=2, num_layers=2, initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def saved(tiny: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of both, for a training in a process of its own."""
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    for part in tiny:
+        part.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def start_engine(vllm_or_skip: None, checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
     """(checkpoint name, dtype, **options) -> (GroupedEngine in this process, the trainer's model)."""
 

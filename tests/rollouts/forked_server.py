@@ -1,8 +1,8 @@
 """vLLM servers as forks of one process that has imported vLLM: a server costs its model, not the imports of its two
 processes (eighteen seconds of a core).
 
-What a fork does not show are faults of the imports themselves: ``test_server_live.py``, and the files that use its
-``served_from``, start `grpo-lab serve` from nothing.
+What a fork does not show are faults of the imports themselves: ``test_server_live.py`` starts `grpo-lab serve` from
+nothing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ MODULES = (
 )
 
 
-def popen(command: Sequence[str], *, env: Mapping[str, str], stdout: IO[bytes], **how: Any) -> Any:
+def popen(command: Sequence[str], *, env: Mapping[str, str], stdout: IO[bytes] | None = None, **how: Any) -> Any:
     """``subprocess.Popen`` for `Server`: a fork, where the command is that of a server on a CPU."""
     if MODULES[0] not in command:
         return subprocess.Popen(command, env=env, stdout=stdout, **how)
-    descriptors = [stdout.fileno(), *how.get("pass_fds", ())]
+    output = 1 if stdout is None else stdout.fileno()
+    descriptors = [output, *how.get("pass_fds", ())]
     return Fork(_serve, list(command), dict(env), how.get("preexec_fn"), descriptors)
 
 

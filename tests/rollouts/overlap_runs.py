@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,14 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.row_table import Carried
+from rollouts.server_runs import odd_share
 from rollouts.stand_in import Engine, ends_at_random, stand_in
 
 PROMPTS = 24
-
-
-def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
 def build(
@@ -80,6 +77,24 @@ class Rows(TrainerCallback):
         return [step["versions"][0] for step in self.steps]
 
 
+class Weights(Rows):
+    """The policy before each step, too."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.policies = [*getattr(self, "policies", []), copied(self.trainer.model)]
+
+
+def copied(model: Any) -> Any:
+    """In float64; accelerate has tied the trainer's own ``forward`` to itself."""
+    other = type(model)(model.config).double().eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def column(trainer: Any, name: str) -> list[float]:
+    return [row[name] for row in trainer.state.log_history if "loss" in row]
+
+
 def rows_drawn(engine: Engine, fields: dict[str, torch.Tensor]) -> list[tuple[int, list[float]]]:
     """Of each row: how many syncs the engine had seen when it drew it, and the log-probs that it told."""
     found = []
@@ -102,6 +117,18 @@ def log_probs(model: Any, fields: dict[str, torch.Tensor]) -> torch.Tensor:
     return found
 
 
+def spec(folder: Path, model: Path, **more: Any) -> list[str]:
+    """The words of this script for a run in ``folder``."""
+    folder.mkdir(exist_ok=True)
+    (folder / "spec.json").write_text(json.dumps({"model": str(model), "out": str(folder), **more}))
+    return [__file__, str(folder / "spec.json")]
+
+
+def written(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """What a rank wrote of each step (`Written`)."""
+    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+
+
 class Written(TrainerCallback):
     """Each step's prompts into a file, and the end by SIGKILL while the next batch is in the engine."""
 
@@ -120,23 +147,22 @@ class Written(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    out, model = Path(spec["out"]), AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+def main(file: str) -> None:
+    told = json.loads(Path(file).read_text())
+    out, model = Path(told["out"]), AutoModelForCausalLM.from_pretrained(told["model"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(told["model"])
     with stand_in(model) as engine:
-        if spec.get("ends"):
-            engine.stop, engine.end = ends_at_random(spec["ends"]), tokenizer.eos_token_id
-        if spec.get("fault"):
-            engine.faults[spec["fault"]] = WeightSyncError("planted")
-        trainer = build(out, model, tokenizer, **spec["settings"])
+        if told.get("ends"):
+            engine.stop, engine.end = ends_at_random(told["ends"]), tokenizer.eos_token_id
+        if told.get("fault"):
+            engine.faults[told["fault"]] = WeightSyncError("planted")
+        trainer = build(out, model, tokenizer, **told["settings"])
         rank = trainer.accelerator.process_index
         rows = Rows(trainer)
-        trainer.add_callback(Written(rows, out / f"rank-{rank}.jsonl", spec.get("kill_at", 0)))
+        trainer.add_callback(Written(rows, out / f"rank-{rank}.jsonl", told.get("kill_at", 0)))
         end = ""
         try:
-            trainer.train(resume_from_checkpoint=spec.get("resume", False))
+            trainer.train(resume_from_checkpoint=told.get("resume", False))
         except Exception as error:
             end = f"{type(error).__name__}: {error}"
         weights = [float(p.detach().double().sum()) for p in trainer.model.parameters()]
@@ -146,6 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

@@ -8,9 +8,9 @@ start at the dead address and its run, and what it logged.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +21,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from forked import as_rank
 from grpo_lab import LabConfig, LabTrainer
 
 
@@ -109,6 +110,16 @@ def logged(history: list[dict[str, Any]], name: str) -> list[float | None]:
     return [row.get(name) for row in history if "loss" in row]
 
 
+def assert_proven(trainer: LabTrainer, steps: int) -> None:
+    """The sync of each step was proven, and each was trained on."""
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == steps
+    assert max(row["rollout/sync_gap"] for row in rows) < 1e-4  # a proof at every step, or this is a KeyError
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert any(row["grad_norm"] > 0 for row in rows)
+
+
 def outcome(run: Callable[[], Any]) -> str:
     try:
         run()
@@ -117,9 +128,8 @@ def outcome(run: Callable[[], Any]) -> str:
     return ""
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    spec = json.loads(Path(sys.argv[1]).read_text())
+def main(file: str) -> None:
+    spec = json.loads(Path(file).read_text())
     never_up = outcome(lambda: build(Path(spec["out"]), spec["model"], spec["dead_url"], vllm_server_timeout=1))
     trainer = build(Path(spec["out"]), spec["model"], spec["url"], max_completion_length=100)
     moves = Moves(trainer)
@@ -141,6 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads race with the interpreter's teardown
+    as_rank(main)

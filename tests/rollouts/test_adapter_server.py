@@ -19,13 +19,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from grpo_lab import LabTrainer
 from grpo_lab.engines.vllm.talk import wait_until_ready
 from grpo_lab.engines.vllm.token import of_trainer
 from grpo_lab.engines.weights.sync import WeightSyncError
+from rollouts.served import Again, Served, served_from
 from rollouts.server_runs import build, kill_during, logged
-from rollouts.test_server_live import Again, Served, served_from
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 TALK = {"retries": 1, "backoff": 0.1, "request_timeout": 600}
@@ -104,9 +104,8 @@ def test_only_a_trainers_adapters_are_loaded_and_never_in_place(served: Served, 
 @pytest.mark.parametrize(("kind", "wrapped"), [("ddp", "DistributedDataParallel"), ("fsdp2", "FSDPPeftModel")])
 def test_two_ranks_send_one_adapter(kind: str, wrapped: str, served: Served, tmp_path: Path) -> None:
     """Under FSDP2 each holds a half of every tensor of it."""
-    script = [str(Path(__file__).with_name("adapter_ranks.py")), served.model, served.url, str(tmp_path)]
-    sharded = [str(HERE / "cpu_fsdp2.py")] if kind == "fsdp2" else []
-    accelerate_launch(RECIPES / f"{kind}.yaml", 2, [*sharded, *script])
+    script = str(Path(__file__).with_name("adapter_ranks"))
+    run_worker(script, kind, 2, served.model, served.url, tmp_path)
     reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [report["wrapped"] for report in reports] == [wrapped, wrapped]
     history = reports[0]["history"]

@@ -6,16 +6,12 @@ One server serves most of the module: another run's weights replace the last run
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +23,28 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 
 from safetensors.torch import load_file
 
-from distributed.launch import RECIPES, launcher
-from grpo_lab import LabConfig, LabTrainer
+from distributed.launch import run_worker
+from grpo_lab import LabConfig
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm import worker
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.engines.vllm.server import Server, ServerOptions
-from grpo_lab.engines.vllm.talk import ServerGone, check_answer, got, wait_until_ready
-from grpo_lab.engines.vllm.token import of_trainer
+from grpo_lab.engines.vllm.talk import ServerGone, check_answer
 from grpo_lab.engines.weights.sync import WeightSyncError
-from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation import server_client
 from grpo_lab.trainer.step.bad_step import read_bad_step
 from ports import free_port
-from rollouts.forked_server import serve
-from rollouts.server_runs import Moves, build, kill_during, logged, poison
+from rollouts.checkpoints import servable
+from rollouts.served import Served, served_from
+from rollouts.server_runs import Moves, assert_proven, build, kill_during, logged, poison
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 LONG = {"max_completion_length": 100}  # a generation takes long enough to be killed under way
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], str]:
-    """(architecture, tied) -> folder of a tiny model with heads of 32, the smallest that vLLM's CPU kernels have."""
-
-    @functools.cache
-    def saved(architecture: str, tied: bool) -> str:
-        folder = tmp_path_factory.mktemp(architecture)
-        model, tokenizer = tiny_model(architecture, hidden_size=64, num_heads=2, num_layers=2, tie_embeddings=tied)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return str(folder)
-
-    return saved
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return servable(tmp_path_factory.mktemp("model"), tie_embeddings=True)
 
 
 def start(model: str, folder: Path) -> Server:
@@ -68,16 +53,16 @@ def start(model: str, folder: Path) -> Server:
 
 
 @pytest.fixture(scope="module")
-def server(models: Callable[[str, bool], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = start(models("qwen2", True), tmp_path_factory.mktemp("server"))
+def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = start(model, tmp_path_factory.mktemp("server"))
     yield running
     running.stop()
 
 
 @pytest.fixture(scope="module")
-def new_server(models: Callable[[str, bool], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def new_server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """In the place of the one that was killed."""
-    running = start(models("qwen2", True), tmp_path_factory.mktemp("new_server"))
+    running = start(model, tmp_path_factory.mktemp("new_server"))
     yield running
     running.stop()
 
@@ -88,15 +73,6 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("crashed")
 
 
-def assert_proven(trainer: LabTrainer, steps: int) -> None:
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert len(rows) == steps
-    assert max(row["rollout/sync_gap"] for row in rows) < 1e-4  # a proof at every step, or this is a KeyError
-    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
-    assert all(math.isfinite(row["loss"]) for row in rows)
-    assert any(row["grad_norm"] > 0 for row in rows)
-
-
 @pytest.fixture
 def weight_folders(monkeypatch: pytest.MonkeyPatch) -> str:
     """What the names of this process's folders begin with; another's training may be on this machine."""
@@ -104,8 +80,8 @@ def weight_folders(monkeypatch: pytest.MonkeyPatch) -> str:
     return worker.FOLDER_PREFIX
 
 
-def test_five_steps_with_a_proven_sync_tied(server: Server, models: Any, tmp_path: Path, weight_folders: str) -> None:
-    trainer = build(tmp_path, models("qwen2", True), server.options.base_url)
+def test_five_steps_with_a_proven_sync_tied(server: Server, model: str, tmp_path: Path, weight_folders: str) -> None:
+    trainer = build(tmp_path, model, server.options.base_url)
     assert trainer.vllm_generation.vllm_client.way == "shared_memory"
     trainer.train()
     assert_proven(trainer, 5)
@@ -113,10 +89,10 @@ def test_five_steps_with_a_proven_sync_tied(server: Server, models: Any, tmp_pat
 
 
 def test_a_stale_layer_is_caught_and_named(
-    server: Server, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the third sync on one layer is sent as it was at the second: every other tensor is right."""
-    trainer = build(tmp_path, models("qwen2", True), server.options.base_url)
+    trainer = build(tmp_path, model, server.options.base_url)
     client = trainer.vllm_generation.vllm_client
     sent, old = [0], {}
     push = client.courier.push
@@ -139,15 +115,15 @@ def test_a_stale_layer_is_caught_and_named(
 
 
 def test_completions_that_do_not_fit_the_server_are_refused_at_the_start(
-    server: Server, models: Any, tmp_path: Path
+    server: Server, model: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"max_completion_length. is 256.*context of 256.*--max-model-len"):
-        build(tmp_path, models("qwen2", True), server.options.base_url, max_completion_length=256)
+        build(tmp_path, model, server.options.base_url, max_completion_length=256)
 
 
-def test_weights_that_are_not_this_run_s_are_caught(server: Server, models: Any, tmp_path: Path) -> None:
+def test_weights_that_are_not_this_run_s_are_caught(server: Server, model: str, tmp_path: Path) -> None:
     """Another run, or a restart behind the same address: the server answers, with other weights."""
-    trainer = build(tmp_path, models("qwen2", True), server.options.base_url)
+    trainer = build(tmp_path, model, server.options.base_url)
     trainer.vllm_generation.sync_weights()
 
     class NoSync(TrainerCallback):  # a training begins with a sync, which would put it right
@@ -155,7 +131,7 @@ def test_weights_that_are_not_this_run_s_are_caught(server: Server, models: Any,
             trainer._last_loaded_step = state.global_step
 
     trainer.add_callback(NoSync())
-    other = build(tmp_path / "other", models("qwen2", True), server.options.base_url)
+    other = build(tmp_path / "other", model, server.options.base_url)
     other.vllm_generation.sync_weights()
     with pytest.raises(ServerGone, match=r"no longer holds this run's weights(.|\n)*nothing to save"):
         trainer.train()
@@ -168,23 +144,23 @@ def test_a_log_prob_that_is_none_is_refused(value: float | None) -> None:
         check_answer([[[-0.5], [value]]])
 
 
-def test_lora_is_merged_into_what_the_server_gets(server: Server, models: Any, tmp_path: Path) -> None:
+def test_lora_is_merged_into_what_the_server_gets(server: Server, model: str, tmp_path: Path) -> None:
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    trainer = build(tmp_path, models("qwen2", True), server.options.base_url, peft_config=lora, max_steps=4)
+    trainer = build(tmp_path, model, server.options.base_url, peft_config=lora, max_steps=4)
     trainer.train()
     assert_proven(trainer, 4)
 
 
 def test_a_failed_push_leaves_merged_adapters_unmerged(
-    server: Server, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL merges them while it streams and unmerges at the end of the stream: it must be read to its end."""
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    trainer = build(tmp_path, models("qwen2", True), server.options.base_url, peft_config=lora)
+    trainer = build(tmp_path, model, server.options.base_url, peft_config=lora)
     before = {name: tensor.clone() for name, tensor in trainer.model.named_parameters()}
 
     def full(named_params: Any) -> None:
@@ -199,10 +175,10 @@ def test_a_failed_push_leaves_merged_adapters_unmerged(
 
 
 def test_a_server_killed_during_a_generation_leaves_a_checkpoint(
-    server: Server, models: Any, crashed: Path, weight_folders: str
+    server: Server, model: str, crashed: Path, weight_folders: str
 ) -> None:
     """Last of those that use the module's first server: the third generation is killed under way."""
-    trainer = build(crashed, models("qwen2", True), server.options.base_url, **LONG)
+    trainer = build(crashed, model, server.options.base_url, **LONG)
     times = kill_during(trainer.vllm_generation.vllm_client, 3, lambda: kill(server))
     with pytest.raises(ServerGone) as caught:
         trainer.train()
@@ -218,21 +194,21 @@ def test_a_server_killed_during_a_generation_leaves_a_checkpoint(
     assert not list(Path("/dev/shm").glob(f"{weight_folders}*"))
 
 
-def test_the_run_resumes_against_a_new_server(new_server: Server, models: Any, crashed: Path) -> None:
+def test_the_run_resumes_against_a_new_server(new_server: Server, model: str, crashed: Path) -> None:
     if not (crashed / "out" / "checkpoint-2").is_dir():
         pytest.skip("the test before, which leaves the checkpoint, did not run")
-    resumed = build(crashed, models("qwen2", True), new_server.options.base_url, **LONG)
+    resumed = build(crashed, model, new_server.options.base_url, **LONG)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 5
     assert_proven(resumed, 5)  # the first two rows come from the checkpoint
     assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 2, 3, 4, 5]
 
 
-def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_path: Path) -> None:
+def test_two_ranks_save_and_end_together(new_server: Server, model: str, tmp_path: Path) -> None:
     """Only rank 0 talks to the server. NaN in its second weights: both leave that step out. Killed in the fourth
     generation: both write the checkpoint and raise the same error."""
     assert new_server.process is not None
-    spec = {"model": models("qwen2", True), "url": new_server.options.base_url, "out": str(tmp_path)}
+    spec = {"model": model, "url": new_server.options.base_url, "out": str(tmp_path)}
     spec |= {
         "server_pid": new_server.process.pid,
         "bad_push": 2,
@@ -240,9 +216,7 @@ def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_pa
         "dead_url": f"http://127.0.0.1:{free_port()}",
     }
     (tmp_path / "spec.json").write_text(json.dumps(spec))
-    launch = ["env", "ACCELERATE_USE_CPU=true", *launcher(RECIPES / "ddp.yaml", 2)]
-    script = str(Path(__file__).with_name("server_runs.py"))
-    run_to_end([*launch, script, str(tmp_path / "spec.json")], tmp_path / "launch.log")
+    run_worker(str(Path(__file__).with_name("server_runs")), "ddp", 2, tmp_path / "spec.json")
     reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [report["world"] for report in reports] == [2, 2]
     assert reports[0]["never_up"] == reports[1]["never_up"]
@@ -259,62 +233,29 @@ def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_pa
     assert states == ["rng_state_0.pth", "rng_state_1.pth"]  # each rank wrote its part
 
 
-def run_to_end(command: list[str], log: Path) -> None:
-    """Run a launcher and its workers; where they hang none of them stays behind."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=clean_environment(), start_new_session=True
-        )
-    try:
-        assert process.wait(timeout=600) == 0, log.read_text(errors="replace")[-4000:]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def clean_environment() -> dict[str, str]:
-    """An engine or trainer started earlier in this process leaves torch.distributed's variables behind."""
-    left = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD")
-    return {**{k: v for k, v in os.environ.items() if k not in left}, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
 def kill(server: Server) -> None:
     assert server.process is not None
     os.killpg(server.process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
-def untied_server(models: Callable[[str, bool], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Started by the command, as a user does, and ended by SIGTERM."""
-    folder, port = tmp_path_factory.mktemp("untied_server"), free_port()
-    command = [sys.executable, "-m", "grpo_lab.cli", "serve", "--model", models("qwen3", False), "--port", str(port)]
-    command += ["--kv-cache-gib", "0.125", "--max-model-len", "256", "--log", str(folder / "log")]
-    with (folder / "out").open("wb") as output:
-        process = serve(command, stdout=output, env=clean_environment())
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_ready(url, 300, token=lambda: of_trainer(url, None), process=process, log=folder / "log")
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=600) == 0
-    assert of_trainer(url, None) is None
-    assert got(f"{url}/health", None)[0] != 200
-    assert f"--vllm_server_base_url {url}" in (folder / "out").read_text()  # what it tells the user
+def untied_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Started by the command, as a user does."""
+    with served_from(tmp_path_factory.mktemp("untied"), architecture="qwen3", tie_embeddings=False) as running:
+        yield running
 
 
 @pytest.mark.thorough
-def test_five_steps_with_a_proven_sync_untied(untied_server: str, models: Any, tmp_path: Path) -> None:
-    trainer = build(tmp_path, models("qwen3", False), untied_server)
+def test_five_steps_with_a_proven_sync_untied(untied_server: Served, tmp_path: Path) -> None:
+    trainer = build(tmp_path, untied_server.model, untied_server.url)
     trainer.train()
     assert_proven(trainer, 5)
 
 
-def test_a_step_with_nan_from_the_server_is_left_out(untied_server: str, models: Any, tmp_path: Path) -> None:
+def test_a_step_with_nan_from_the_server_is_left_out(untied_server: Served, tmp_path: Path) -> None:
     """The server cannot write NaN as JSON: completions are asked for once more without log-probs, and not trained
     on."""
-    trainer = build(tmp_path, models("qwen3", False), untied_server, max_steps=4)
+    trainer = build(tmp_path, untied_server.model, untied_server.url, max_steps=4)
     client, moves = trainer.vllm_generation.vllm_client, Moves(trainer)
     poison(client.courier, "push", 2)
     trainer.train()
@@ -331,19 +272,19 @@ def test_a_step_with_nan_from_the_server_is_left_out(untied_server: str, models:
     assert tensors["completion_ids"].shape[0] == 8
 
 
-def test_a_nan_log_prob_from_the_server_is_an_error(untied_server: str, models: Any, tmp_path: Path) -> None:
+def test_a_nan_log_prob_from_the_server_is_an_error(untied_server: Served, tmp_path: Path) -> None:
     """Without a guard. The last test of this server, whose cache keeps the NaN."""
-    trainer = build(tmp_path, models("qwen3", False), untied_server, guard="off")
+    trainer = build(tmp_path, untied_server.model, untied_server.url, guard="off")
     poison(trainer.vllm_generation.vllm_client.courier, "push", 1)
     with pytest.raises(EngineFault, match="NaN"):
         trainer.train()
 
 
-def test_a_server_that_is_never_up_ends_the_start_in_time(models: Any, tmp_path: Path) -> None:
+def test_a_server_that_is_never_up_ends_the_start_in_time(model: str, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     begin = time.monotonic()
     with pytest.raises(ServerGone, match=rf"no vLLM server at {url} within 2 s .*vllm_server_timeout.*grpo-lab serve"):
-        build(tmp_path, models("qwen2", True), url, vllm_server_timeout=2)
+        build(tmp_path, model, url, vllm_server_timeout=2)
     assert time.monotonic() - begin < 300
 
 

@@ -3,6 +3,7 @@ caught."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,21 +13,19 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
 
+import torch
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.weights.sync import WeightSyncError
-from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation import trl_engine as engine
 from grpo_lab.trainer.step.bad_step import read_bad_step
-from rollouts.server_runs import Moves, logged, poison
+from rollouts.checkpoints import servable
+from rollouts.server_runs import Moves, assert_proven, logged, odd_share, poison
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-
-def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
 def build(
@@ -37,11 +36,7 @@ def build(
     folder_of_model: Path | None = None,
     **changes: Any,
 ) -> LabTrainer:
-    """A tiny model with heads of 32, the smallest that vLLM's CPU kernels have."""
-    if folder_of_model is None:
-        model, tokenizer = tiny_model(architecture, hidden_size=64, num_heads=2, num_layers=2, tie_embeddings=tie)
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
+    model = folder_of_model or servable(folder / "model", architecture, tie_embeddings=tie)
     settings: dict[str, Any] = {
         "output_dir": str(folder / "out"), "objective": "dr_grpo", "use_vllm": True, "vllm_mode": "colocate",
         "rollout": {"verify_every": 1, "engine": {"kv_cache_gib": 0.25, "max_model_len": 128}},
@@ -51,7 +46,7 @@ def build(
     }  # fmt: skip
     rows = Dataset.from_dict({"prompt": [f"Tom has {n} apples. How many?" for n in range(32)]})
     return LabTrainer(
-        model=str(folder_of_model or folder / "model"),
+        model=str(model),
         reward_funcs=odd_share,
         args=LabConfig(**{**settings, **changes}),
         train_dataset=rows,
@@ -63,13 +58,7 @@ def build(
 def test_eight_steps_with_a_proven_sync(architecture: str, tie: bool, tmp_path: Path) -> None:
     trainer = build(tmp_path, architecture, tie)
     trainer.train()
-    gaps = [row["rollout/sync_gap"] for row in trainer.state.log_history if "rollout/sync_gap" in row]
-    assert len(gaps) == 8
-    assert max(gaps) < 1e-4
-    steps = [row for row in trainer.state.log_history if "loss" in row]
-    assert len(steps) == 8
-    assert all(math.isfinite(row["loss"]) for row in steps)
-    assert max(row["sampling/sampling_logp_difference/mean"] for row in steps) < 1e-4
+    assert_proven(trainer, 8)
 
 
 def test_log_probs_among_the_tokens_that_the_engine_kept(tmp_path: Path) -> None:
@@ -80,6 +69,9 @@ def test_log_probs_among_the_tokens_that_the_engine_kept(tmp_path: Path) -> None
     steps = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
     assert len(steps) == 4
     assert max(row["sampling/sampling_logp_difference/max"] for row in steps) < 1e-4
+    for name in ("min", "mean", "max"):
+        ratios = [row[f"sampling/importance_sampling_ratio/{name}"] for row in steps]
+        assert ratios == pytest.approx([1.0] * 4, abs=2e-3)
     assert max(row["entropy"] for row in trainer.state.log_history if "entropy" in row) < math.log(8)
     assert all(row["grad_norm"] > 0 for row in trainer.state.log_history if "loss" in row)
 
@@ -91,40 +83,30 @@ def test_eight_steps_of_lora_with_a_proven_sync(tmp_path: Path) -> None:
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     trainer = build(tmp_path, "qwen2", tie=True, peft_config=lora)
     trainer.train()
-    gaps = [row["rollout/sync_gap"] for row in trainer.state.log_history if "rollout/sync_gap" in row]
-    assert len(gaps) == 8
-    assert max(gaps) < 1e-4
+    assert_proven(trainer, 8)
+    assert trainer.vllm_generation.llm.adapter is None
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    size = 4.0 * sum(p.numel() for p in model.parameters())  # every tensor at every sync, the base's too
+    assert logged(trainer.state.log_history, "rollout/sync_bytes") == [size] * 8
 
 
+@pytest.mark.thorough(but="copy")
 @pytest.mark.parametrize("critic", ["head", "copy"])
 def test_eight_steps_with_a_critic_that_the_engine_does_not_see(critic: str, tmp_path: Path) -> None:
     trainer = build(tmp_path, "qwen2", tie=True, objective="ppo", value={"model": critic})
     trainer.train()
-    gaps = [row["rollout/sync_gap"] for row in trainer.state.log_history if "rollout/sync_gap" in row]
-    assert len(gaps) == 8
-    assert max(gaps) < 1e-4
+    assert_proven(trainer, 8)
     losses = [row["value/loss"] for row in trainer.state.log_history if "value/loss" in row]
     assert len(losses) == 8
     assert all(map(math.isfinite, losses))
 
 
+@pytest.mark.thorough  # in every run: test_engine.py
 def test_eight_steps_of_a_real_pretrained_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """stories260K (skipped without the data), with its trained weights: heads widened to what the CPU kernels have."""
     trainer = build(tmp_path, "stories", tie=True, folder_of_model=checkpoint("stories"))
     trainer.train()
-    gaps = [row["rollout/sync_gap"] for row in trainer.state.log_history if "rollout/sync_gap" in row]
-    assert len(gaps) == 8
-    assert max(gaps) < 1e-4
-
-
-def test_a_stale_tied_head_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap of ENVIRONMENT.md: reload_weights moves the table and leaves the packed head behind."""
-    from grpo_lab.engines.weights import sync
-
-    monkeypatch.setattr(sync, "repack_tied", lambda model: [])
-    trainer = build(tmp_path, "qwen2", tie=True)
-    with pytest.raises(sync.WeightSyncError, match=r"lm_head|embed_tokens"):
-        trainer.train()
+    assert_proven(trainer, 8)
 
 
 def test_a_stale_layer_is_caught_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +122,30 @@ def test_a_stale_layer_is_caught_and_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(WeightSyncError, match=r"gap .* nats per token(.|\n)*layers\.0\.self_attn\.o_proj\.weight"):
         trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_lora_whose_sync_stops_arriving_is_warned_of_and_proven_before_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the third sync on nothing is pushed; the next proof of its own would come at step 201."""
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    rollout = {"verify_every": 200, "engine": {"kv_cache_gib": 0.25, "max_model_len": 128}}
+    trainer = build(tmp_path, "qwen2", tie=True, peft_config=lora, rollout=rollout, seed=7, learning_rate=0.05)
+    assert trainer.vllm_generation.llm.llm_engine.vllm_config.model_config.seed == 7
+    push, pushes = engine.push_weights, [0]
+
+    def stubbed(llm: Any, named_params: Any) -> Any:
+        pushes[0] += 1
+        return push(llm, named_params) if pushes[0] <= 2 else [None for _ in named_params]
+
+    monkeypatch.setattr(engine, "push_weights", stubbed)
+    with caplog.at_level(logging.WARNING, logger="grpo_lab"), pytest.raises(WeightSyncError, match="tensors differ"):
+        trainer.train()
+    assert trainer.state.global_step < 8
+    assert "only every 200 steps (`rollout.verify_every: 200`)" in caplog.text
+    assert "may not hold the trainer's weights (proven last: at step 1)" in caplog.text
 
 
 @pytest.fixture

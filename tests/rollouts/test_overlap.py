@@ -25,17 +25,10 @@ from distributed.launch import RECIPES, accelerate_launch
 from grpo_lab import LabConfig
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.engines.weights.sync import WeightSyncError
-from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.background import BackgroundRequest
 from grpo_lab.trainer.generation.read_ahead import ReadAhead
-from rollouts import overlap_runs
-from rollouts.overlap_runs import Rows, build, log_probs, rows_drawn
+from rollouts.overlap_runs import Rows, build, column, log_probs, rows_drawn, spec, written
 from rollouts.stand_in import stand_in
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Any:
-    return tiny_model("qwen2", hidden_size=32, num_heads=2, num_layers=2, initializer_range=0.1)
 
 
 def trained(folder: Path, tiny: Any, **changes: Any) -> tuple[Any, Rows, Any]:
@@ -46,10 +39,6 @@ def trained(folder: Path, tiny: Any, **changes: Any) -> tuple[Any, Rows, Any]:
         rows = Rows(trainer)
         trainer.train()
     return trainer, rows, engine
-
-
-def column(trainer: Any, name: str) -> list[float]:
-    return [row[name] for row in trainer.state.log_history if "loss" in row]
 
 
 @pytest.mark.not_fast
@@ -294,24 +283,6 @@ def test_a_second_training_takes_nothing_of_the_first(tiny: Any, tmp_path: Path)
         rows = Rows(trainer)
         trainer.train()
     assert rows.versions == [0, 0]
-
-
-def spec(folder: Path, model: Path, **more: Any) -> list[str]:
-    folder.mkdir(exist_ok=True)
-    (folder / "spec.json").write_text(json.dumps({"model": str(model), "out": str(folder), **more}))
-    return [str(Path(overlap_runs.__file__)), str(folder / "spec.json")]
-
-
-def written(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def saved(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("overlap") / "model"
-    for part in tiny:
-        part.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.thorough(but="two")

@@ -19,9 +19,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.engines.vllm.server import Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone
-from grpo_lab.testing import tiny_model
 from ports import free_port
-from rollouts.overlap_runs import Rows, log_probs
+from rollouts.checkpoints import servable
+from rollouts.overlap_runs import Rows, Weights, log_probs
 from rollouts.server_runs import build
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -29,10 +29,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    for part in tiny_model("qwen2", hidden_size=64, num_heads=2, num_layers=2, tie_embeddings=True):
-        part.save_pretrained(folder)
-    return str(folder)
+    return servable(tmp_path_factory.mktemp("model"), tie_embeddings=True)
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +43,6 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 def overlapped(folder: Path, model: str, server: Server, **changes: Any) -> Any:
     rollout = {"overlap": 1, "verify_every": 1, "server": {"retries": 1, "backoff": 0.1, "request_timeout": 600}}
     return build(folder, model, server.options.base_url, rollout=rollout, optim="sgd", learning_rate=1.0, **changes)
-
-
-class Weights(Rows):
-    """The policy before each step, too."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.policies = [*getattr(self, "policies", []), copied(self.trainer.model)]
-
-
-def copied(model: Any) -> Any:
-    other = type(model)(model.config).double().eval()
-    other.load_state_dict(model.state_dict())
-    return other
 
 
 def test_the_server_s_log_probs_are_of_the_policy_that_the_rows_name(

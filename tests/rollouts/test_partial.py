@@ -18,31 +18,11 @@ import torch
 from transformers import TrainerCallback
 
 from grpo_lab.engines.vllm.talk import ServerGone
-from grpo_lab.testing import tiny_model
-from rollouts.overlap_runs import PROMPTS, Rows, build, log_probs
+from rollouts.overlap_runs import PROMPTS, Rows, Weights, build, column, copied, log_probs
 from rollouts.stand_in import Engine, ends_at_random, stand_in
 
 CUT, LONGEST = 3, 8
 PARTIAL = {"rollout": {"cut_after": CUT, "verify_every": 1}, "max_completion_length": LONGEST}
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Any:
-    return tiny_model("qwen2", hidden_size=32, num_heads=2, num_layers=2, initializer_range=0.1)
-
-
-class Weights(Rows):
-    """The policy before each step, too."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.policies = [*getattr(self, "policies", []), copied(self.trainer.model)]
-
-
-def copied(model: Any) -> Any:
-    """In float64; accelerate has tied the trainer's own ``forward`` to itself."""
-    other = type(model)(model.config).double().eval()
-    other.load_state_dict(model.state_dict())
-    return other
 
 
 def trained(
@@ -57,10 +37,6 @@ def trained(
         rows = Weights(trainer) if stop else Rows(trainer)
         trainer.train()
     return trainer, rows, engine
-
-
-def column(trainer: Any, name: str) -> list[float]:
-    return [row[name] for row in trainer.state.log_history if "loss" in row]
 
 
 def trained_rows(steps: list[dict[str, Any]]) -> list[tuple[tuple[int, ...], tuple[int, ...], list[float], int, int]]:

@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.talk import ServerGone
-from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.partial import TURNS, PartialRollouts
 from grpo_lab.trainer.generation.trl_engine import SyncProof
 from grpo_lab.trainer.generation.waiting import Segment
@@ -25,11 +24,6 @@ from rollouts.stand_in import Engine, stand_in
 from rollouts.test_partial import LONGEST, PARTIAL, Drawn, lengths, trained_rows
 
 BY_HAND: dict[str, Any] = {**PARTIAL, "max_steps": 3, "shuffle_dataset": False, "learning_rate": 0.0}
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Any:
-    return tiny_model("qwen2", hidden_size=32, num_heads=2, num_layers=2, initializer_range=0.1)
 
 
 class Counts(TrainerCallback):

@@ -17,7 +17,6 @@ import torch
 import forked
 from distributed.launch import RECIPES, accelerate_launch
 from grpo_lab import LabConfig
-from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.waiting import (
     FILE,
     Segment,
@@ -28,17 +27,11 @@ from grpo_lab.trainer.generation.waiting import (
     write_groups,
 )
 from grpo_lab.trainer.resume.state import STATE
-from rollouts import overlap_runs
-from rollouts.overlap_runs import Rows, build
+from rollouts.overlap_runs import Rows, build, spec, written
 from rollouts.stand_in import ends_at_random, stand_in
 from rollouts.test_partial import PARTIAL, trained_rows
 
 SAVED: dict[str, Any] = {**PARTIAL, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1.0, "max_steps": 8}
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Any:
-    return tiny_model("qwen2", hidden_size=32, num_heads=2, num_layers=2, initializer_range=0.1)
 
 
 def run(folder: Path, tiny: Any, resume: Any = None, **changes: Any) -> tuple[Any, Rows]:
@@ -188,25 +181,6 @@ def test_rollouts_in_turns_are_refused(tiny: Any, tmp_path: Path) -> None:
         build(tmp_path, copy.deepcopy(tiny[0]), tiny[1], rollout_func=of_a_team, **PARTIAL)
 
 
-@pytest.fixture(scope="module")
-def saved(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("partial") / "model"
-    for part in tiny:
-        part.save_pretrained(folder)
-    return folder
-
-
-def spec(folder: Path, model: Path, **more: Any) -> list[str]:
-    folder.mkdir(exist_ok=True)
-    words = {"model": str(model), "out": str(folder), "ends": 0.2, **more}
-    (folder / "spec.json").write_text(json.dumps(words))
-    return [str(Path(overlap_runs.__file__)), str(folder / "spec.json")]
-
-
-def written(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
-
-
 def end(folder: Path, rank: int = 0) -> dict[str, Any]:
     return dict(json.loads((folder / f"rank-{rank}.end").read_text()))
 
@@ -223,9 +197,11 @@ def test_killed_twice_and_resumed_it_is_the_run_that_was_not(steps: int, saved: 
     }  # fmt: skip
     kills = (5, 3 * steps // 4)
     for kill_at in (*kills, 0):
-        words = spec(tmp_path / "killed", saved, settings=settings, kill_at=kill_at, resume=kill_at != kills[0])
+        words = spec(
+            tmp_path / "killed", saved, ends=0.2, settings=settings, kill_at=kill_at, resume=kill_at != kills[0]
+        )
         assert forked.run(words).returncode == (0 if kill_at == 0 else -9)
-    assert forked.run(spec(tmp_path / "whole", saved, settings=settings)).returncode == 0
+    assert forked.run(spec(tmp_path / "whole", saved, ends=0.2, settings=settings)).returncode == 0
     assert written(tmp_path / "killed") == written(tmp_path / "whole")
     assert end(tmp_path / "killed")["weights"] == end(tmp_path / "whole")["weights"]
     counted = Counter(prompt for step in written(tmp_path / "killed")[:24] for prompt in step["prompts"])
@@ -239,10 +215,10 @@ def test_two_ranks(saved: Path, tmp_path: Path) -> None:
         **PARTIAL, "max_steps": 12, "per_device_train_batch_size": 4, "ddp_timeout": 600, "learning_rate": 1.0,
         "save_strategy": "steps", "save_steps": 6,
     }  # fmt: skip
-    accelerate_launch(RECIPES / "ddp.yaml", 2, spec(tmp_path / "whole", saved, settings=settings))
+    accelerate_launch(RECIPES / "ddp.yaml", 2, spec(tmp_path / "whole", saved, ends=0.2, settings=settings))
     (tmp_path / "half").mkdir()
     half = str(tmp_path / "whole" / "out" / "checkpoint-6")
-    accelerate_launch(RECIPES / "ddp.yaml", 2, spec(tmp_path / "half", saved, settings=settings, resume=half))
+    accelerate_launch(RECIPES / "ddp.yaml", 2, spec(tmp_path / "half", saved, ends=0.2, settings=settings, resume=half))
     ends = [end(tmp_path / "whole", rank) for rank in (0, 1)]
     assert [one["end"] for one in ends] == ["", ""]
     assert ends[0]["weights"] == ends[1]["weights"] == end(tmp_path / "half")["weights"]

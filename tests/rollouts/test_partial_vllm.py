@@ -11,9 +11,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
 
-from rollouts.overlap_runs import log_probs
+from rollouts.overlap_runs import Weights, log_probs
 from rollouts.test_lab_trainer_vllm import build
-from rollouts.test_partial import Weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

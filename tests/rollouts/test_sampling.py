@@ -14,6 +14,7 @@ from grpo_lab.engines.generators import TransformersGenerator, VllmGenerator, re
 from grpo_lab.pipelines.curate import curate, curation_recipe_from
 from grpo_lab.recipe.sections import SamplingSettings
 from grpo_lab.stages.sample import ModelGenerator
+from rollouts.checkpoints import servable
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -22,15 +23,7 @@ ENGINE = {"dtype": "float32", "kv_cache_gib": 0.125, "max_model_len": 256}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from grpo_lab.testing import tiny_model
-
-    folder = tmp_path_factory.mktemp("sampling") / "qwen2"
-    built, tokenizer = tiny_model(
-        "qwen2", hidden_size=64, num_heads=2, num_layers=2, max_positions=256, initializer_range=0.2
-    )
-    built.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return Path(servable(tmp_path_factory.mktemp("sampling") / "qwen2", max_positions=256, initializer_range=0.2))
 
 
 def settings(**changes: Any) -> SamplingSettings:

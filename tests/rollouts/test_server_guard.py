@@ -29,10 +29,10 @@ from grpo_lab.engines.vllm.server import Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone, post_json
 from grpo_lab.engines.vllm.worker import WeightCourier, worker_reports
 from grpo_lab.engines.weights.sync import WeightSyncError
-from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
 from grpo_lab.trainer.generation.server_client import LabVLLMClient
 from ports import free_port
+from rollouts.checkpoints import servable
 from rollouts.server_runs import build, kill_during
 from rollouts.test_server import session
 
@@ -40,11 +40,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def saved(folder: Path, **changes: Any) -> str:
-    settings = {"hidden_size": 64, "num_heads": 2, "num_layers": 2, "tie_embeddings": True, **changes}
-    model, tokenizer = tiny_model("qwen2", **settings)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return servable(folder, tie_embeddings=True, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +81,14 @@ def other_words(model: str, folder: Path) -> str:
     [
         (other_ends, r"end-of-sequence ids are \[\d+\], the trainer's \[7, 9, \d+\]"),
         (other_words, "other tokens behind the same ids"),
-        (lambda _, folder: saved(folder, intermediate_size=96), r"gate_proj\.weight: .*the trainer's \[96, 64\]"),
-        (lambda _, folder: saved(folder, num_layers=3), r"layers\.2\..*not there, the trainer's"),
+        (
+            lambda _, folder: saved(folder, intermediate_size=96),
+            r"gate_proj\.weight: .*the trainer's \[96, 64\]",
+        ),
+        (
+            lambda _, folder: saved(folder, num_layers=3),
+            r"layers\.2\..*not there, the trainer's",
+        ),
     ],
 )
 def test_a_server_of_another_model_is_refused_before_anything_is_loaded(

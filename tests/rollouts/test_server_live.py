@@ -11,14 +11,9 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
-import time
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,82 +22,20 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
 
-import requests
-
 from grpo_lab.engines.vllm.access import ROUTES
-from grpo_lab.engines.vllm.talk import got, wait_until_ready
+from grpo_lab.engines.vllm.talk import got
 from grpo_lab.engines.vllm.token import default_file, of_trainer, read
-from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.server_client import LabVLLMClient
-from ports import free_port
+from rollouts.served import Again, Served, children, served_from
 from rollouts.server_runs import build, kill_during
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-@dataclass
-class Served:
-    """A server that was started as a user does it."""
-
-    model: str
-    port: int
-    folder: Path
-    process: subprocess.Popen[bytes]
-    token: str = field(default="", repr=False)
-    silent: socket.socket | None = None
-    more: tuple[str, ...] = ()  # words of its command
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def ask(self, method: str, path: str, headers: Any = None, **more: Any) -> requests.Response:
-        sent = {"Authorization": f"Bearer {self.token}", **(headers or {})}
-        sent = {name: value for name, value in sent.items() if value is not None}
-        with requests.Session() as session:
-            session.trust_env = False
-            return session.request(method, self.url + path, headers=sent, timeout=300, **more)
-
-
-def command(model: str, port: int, *more: str) -> list[str]:
-    words = [sys.executable, "-m", "grpo_lab.cli", "serve", "--model", model, "--port", str(port)]
-    return [*words, "--kv-cache-gib", "0.125", "--max-model-len", "256", "--max-request-mib", "1", *more]
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served_from(tmp_path_factory.mktemp("served")) as running:
+    with served_from(tmp_path_factory.mktemp("served"), cold=True) as running:
         yield running
-
-
-@contextlib.contextmanager
-def served_from(folder: Path, *more: str, ends: Iterable[int] = (), **sizes: Any) -> Iterator[Served]:
-    """A server of a tiny model until the block ends, or it is killed in it. ``ends``: further tokens that end a
-    completion."""
-    port = free_port()
-    model, tokenizer = tiny_model("qwen2", hidden_size=64, num_heads=2, num_layers=2, tie_embeddings=True, **sizes)
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *ends]
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    words = [*command(str(folder / "model"), port, *more), "--log", str(folder / "log")]
-    with (folder / "out").open("wb") as output:
-        told = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}  # it lists its routes, and says what else it says
-        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=told)
-    running = Served(str(folder / "model"), port, folder, process, more=more)
-    try:
-        token = lambda: of_trainer(running.url, None)  # noqa: E731
-        wait_until_ready(running.url, 300, token=token, process=process, log=folder / "log")
-        running.token = token() or ""
-        while "the server is up" not in (folder / "out").read_text():
-            assert process.poll() is None
-            time.sleep(0.1)
-        running.silent = socket.create_connection(("127.0.0.1", port), timeout=300)
-        yield running
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.wait(timeout=600)
-    assert got(f"{running.url}/health", running.token)[0] != 200
 
 
 def routes_of(log: str) -> list[tuple[str, str]]:
@@ -201,7 +134,9 @@ def test_bodies_and_remote_calls_are_checked(served: Served, tmp_path: Path) -> 
     assert served.ask("POST", "/collective_rpc", data=text).status_code == 415
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     assert served.ask("POST", "/collective_rpc", form, data=text).status_code == 415
-    long = {"model": served.model, "prompt": "x" * 2**20}
+    body = {"model": served.model, "prompt": "x", "max_tokens": 2}
+    assert served.ask("POST", "/v1/completions", json=body).status_code == 200
+    long = {**body, "prompt": "x" * 2**20}
     assert served.ask("POST", "/v1/completions", json=long).status_code == 413
     parts = (b" " * 2**18 for _ in range(5))  # chunked: no length is said
     assert served.ask("POST", "/v1/completions", {"Content-Type": "application/json"}, data=parts).status_code == 413
@@ -211,11 +146,6 @@ def test_bodies_and_remote_calls_are_checked(served: Served, tmp_path: Path) -> 
     assert served.ask("GET", "/health").status_code == 200
 
 
-def children(pid: int) -> list[int]:
-    listed = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [*listed, *(grandchild for child in listed for grandchild in children(child))]
-
-
 def test_the_token_is_for_its_owner_alone_and_in_no_process_list_or_log(served: Served) -> None:
     file = default_file(served.url)
     assert read(file) == served.token
@@ -223,38 +153,13 @@ def test_the_token_is_for_its_owner_alone_and_in_no_process_list_or_log(served: 
     assert file.parent.stat().st_mode & 0o777 == 0o700
     said = (served.folder / "out").read_text()
     assert f"its token is in {file}" in said
+    assert f"--vllm_server_base_url {served.url}" in said
     started = [served.process.pid, *children(served.process.pid)]
     assert len(started) > 1
     for pid in started:
         assert served.token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     for path in served.folder.rglob("*"):
         assert not path.is_file() or served.token.encode() not in path.read_bytes(), path
-
-
-def kill_all(served: Served) -> None:
-    """As a machine does it that runs out of memory: nobody can say goodbye."""
-    for pid in [*children(served.process.pid), served.process.pid]:
-        os.kill(pid, signal.SIGKILL)
-    served.process.wait()
-
-
-class Again:
-    """Kills the server and starts the next one at its address, as a scheduler does."""
-
-    def __init__(self, served: Served, folder: Path) -> None:
-        self.served, self.log = served, folder.parent / f"{folder.name}-second.log"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        kill_all(self.served)
-        with self.log.open("wb") as output:
-            words = command(self.served.model, self.served.port, *self.served.more)
-            self.process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(timeout=300)
 
 
 def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> list[int]:

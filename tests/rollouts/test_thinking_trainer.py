@@ -13,13 +13,13 @@ from grpo_lab import LabConfig
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.in_step import ThinkingRollout
 from rollouts import trajectory_runs
+from rollouts.server_runs import odd_share
 from rollouts.thinking_oracle import (
     AGGREGATIONS,
     STOP_TEXT,
     TappedTrainer,
     check_budget_is_obeyed,
     difference,
-    odd_share,
     oracle,
     questions,
     run,

@@ -13,13 +13,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 from grpo_lab import LabConfig
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.engines.vllm.server import Server, ServerOptions
-from grpo_lab.testing import tiny_model
 from ports import free_port
+from rollouts.checkpoints import servable
+from rollouts.server_runs import odd_share
 from rollouts.thinking_oracle import (
     TappedTrainer,
     check_budget_is_obeyed,
     difference,
-    odd_share,
     oracle,
     questions,
     run,
@@ -32,11 +32,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("thinking_server")
-    model, tokenizer = tiny_model("qwen2", hidden_size=64, num_heads=2, num_layers=2, initializer_range=0.1)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    model = servable(folder / "model", initializer_range=0.1)
     engine = EngineOptions(kv_cache_gib=0.125, max_model_len=256)
-    options = ServerOptions(str(folder / "model"), free_port(), engine)
+    options = ServerOptions(model, free_port(), engine)
     running = Server(options, log=folder / "server.log", start_timeout=300).start()
     yield running
     running.stop()

@@ -19,15 +19,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 from transformers import AutoTokenizer
 from trl.trainer import grpo_trainer
 
-from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.launch import run_worker
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.trainer.generation.turn_engines import TurnClient
 from parity.conftest import TOOL_TEMPLATE
-from rollouts.test_server_live import Served, children, served_from
+from rollouts.served import Served, children, served_from
 from rollouts.trajectory_runs import build, parsed, same_rows
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-WORKER = HERE / "turns_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def test_greedy_trajectories_are_those_of_trls_loop(served: Served, tmp_path: Pa
 
 def test_ranks_ask_for_their_own_trajectories_and_a_reward_sees_groups_of_both(served: Served, tmp_path: Path) -> None:
     """A group's first two rows are on rank 0, which calls the tool in each turn; of rank 1's some do."""
-    accelerate_launch(RECIPES / "ddp.yaml", 2, [str(WORKER), served.model, str(tmp_path), "turns", served.url])
+    run_worker("turns_worker", "ddp", 2, served.model, tmp_path, "turns", served.url)
     ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
     logs = [row for row in ranks[0]["history"] if "loss" in row]
     assert len(logs) == 2

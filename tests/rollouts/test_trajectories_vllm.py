@@ -16,7 +16,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_lab.trainer.generation import trl_engine
 from rollouts.server_runs import Moves, logged, poison
-from rollouts.trajectory_runs import STOP_THINKING, THINKING, build, cut_turns, parsed, same_rows, saved_model
+from rollouts.trajectory_runs import STOP_THINKING, THINKING, Kept, build, cut_turns, parsed, same_rows, saved_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -37,10 +37,21 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
 
+@pytest.fixture(scope="module")
+def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    """A training with TRL's loop."""
+    folder = tmp_path_factory.mktemp("stock")
+    trainer = build(model, folder, None, ENGINE, vllm_mode="colocate", max_tool_calling_iterations=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo_trainer, "parse_response", parsed)
+        trainer.train()
+    return trainer
+
+
 @pytest.mark.parametrize("limits", [{}, {"max_concurrent": 3}], ids=["all", "three at a time"])
-def test_greedy_trajectories_are_those_of_trls_loop(limits: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    stock = build(model, tmp_path / "stock", None, ENGINE, vllm_mode="colocate", max_tool_calling_iterations=3)
-    stock.train()
+def test_greedy_trajectories_are_those_of_trls_loop(
+    limits: dict[str, Any], stock: Kept, model: Path, tmp_path: Path
+) -> None:
     ours = build(model, tmp_path / "ours", limits, ENGINE, vllm_mode="colocate", max_tool_calling_iterations=3)
     ours.train()
     same_rows(ours.rows, stock.rows)

@@ -23,7 +23,7 @@ from grpo_lab.trainer.generation.turns import within_context
 from parity.conftest import TOOL_TEMPLATE
 from parity.drop_in_cases import chats, multiply
 from parity.harness import arguments
-from rollouts.overlap_runs import odd_share
+from rollouts.server_runs import odd_share
 from rollouts.stand_in import stand_in
 
 LONGEST = 160

@@ -24,7 +24,7 @@ from grpo_lab import LabConfig
 from parity.conftest import TOOL_TEMPLATE
 from parity.drop_in_cases import chats
 from parity.harness import arguments
-from rollouts.test_server_live import Again, served_from
+from rollouts.served import Again, served_from
 from rollouts.trajectory_runs import Kept, odd_share, saved_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

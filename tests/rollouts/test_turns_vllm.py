@@ -27,8 +27,8 @@ from grpo_lab.trainer.generation.server_client import LabVLLMClient
 from parity.conftest import TOOL_TEMPLATE
 from parity.drop_in_cases import chats, multiply
 from parity.harness import arguments
+from rollouts.served import Served, children, served_from
 from rollouts.server_runs import odd_share
-from rollouts.test_server_live import Served, children, served_from
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -101,7 +101,7 @@ def test_the_engine_killed_while_it_generates_ends_the_server_and_the_training(
 ) -> None:
     """vLLM would never answer the request, nor end; both commands end with 3 in less than half a minute."""
     processes = [served.process.pid, *children(served.process.pid)]
-    (engine,) = [pid for pid in processes if "Engine" in Path(f"/proc/{pid}/comm").read_text()]
+    _, _, engine = processes  # the command, the server, its engine
     recipe = {
         "name": "killed", "model": {"path": served.model}, "data": {"loader": "word_problems", "n": 32},
         "rewards": ["rollouts.server_runs:odd_share"], "objective": "dr_grpo", "use_vllm": True, "vllm_mode": "server",

@@ -25,10 +25,6 @@ CLOSED = "<think>\n\n</think>\n\n"
 LENGTH = 64
 
 
-def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
-
-
 def questions(n: int = 16) -> Dataset:
     """Every third prompt ends in a closed thinking block, so that a batch holds rows that are cut and rows that are
     not."""
