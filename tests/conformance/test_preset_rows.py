@@ -17,7 +17,7 @@ from grpo_lab.batch import LocalRows, RewardTable, TokenBatch
 from grpo_lab.objectives import PRESETS, KLTerm, Objective, Preset, aggregation, preset, surrogate
 from grpo_lab.trainer.scoring.advantages import last_own
 from reference import oracle
-from reference.cases import COUNTS, DENOMINATORS, applied, oracle_rows, padded, random_batch, rebuilt, rows_of, unchosen
+from reference.cases import COUNTS, DENOMINATORS, applied, oracle_rows, random_batch, rebuilt, unchosen
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
 HIGH = {"dapo": 0.28, "cispo": 5.0}
@@ -165,24 +165,6 @@ def test_an_unscorable_completion_has_exactly_no_gradient(name: str) -> None:
     if name in PULLS:
         return
     assert (gradient[5] == 0).all()
-
-
-@pytest.mark.parametrize("kl", KLS, ids=lambda kl: "none" if kl is None else kl.estimator)
-def test_padding_permuting_and_splitting(name: str, row: Preset, kl: KLTerm | None) -> None:
-    point, batch = objective(name, kl), batch_from_rewards(name, REWARDS)
-    loss, gradient = gradient_of(point, rebuilt(batch, row.ratio))
-    wide, wide_gradient = gradient_of(point, padded(batch, row.ratio, 2, math.nan))
-    assert wide == pytest.approx(loss, rel=1e-13)
-    torch.testing.assert_close(wide_gradient[:, :-2], gradient, rtol=1e-13, atol=1e-15)
-    order = torch.tensor([5, 2, 0, 4, 1, 3])
-    torch.testing.assert_close(
-        gradient_of(point, rows_of(batch, row.ratio, order))[1], gradient[order], rtol=1e-13, atol=1e-15
-    )
-    if row.aggregation != "local_token_mean":
-        parts = [order[:1], order[1:4], order[4:]]
-        found = [gradient_of(point, rows_of(batch, row.ratio, part)) for part in parts]
-        assert sum(value for value, _ in found) == pytest.approx(loss, rel=1e-13)
-        torch.testing.assert_close(torch.cat([g for _, g in found]), gradient[order], rtol=1e-13, atol=1e-15)
 
 
 def test_a_step_along_the_gradient_makes_the_better_completion_likelier(name: str, row: Preset) -> None:

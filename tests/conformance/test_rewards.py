@@ -204,8 +204,10 @@ def test_neighbours_do_not_matter_unless_it_is_a_group_reward(row: Row, reward: 
     assert call(reward, [row.bad, row.good]) == [call(reward, [text])[0] for text in (row.bad, row.good)]
 
 
+@pytest.mark.thorough(cases=["accuracy *", "boxed"])
 @pytest.mark.slow
 def test_hostile_texts_give_finite_values_in_time(reward: Any) -> None:
+    """``tests/stress/test_hostile_text.py`` has those that take long."""
     start = time.monotonic()
     values = call(reward, list(HOSTILE.values()))
     assert time.monotonic() - start < LIMIT_S

@@ -70,6 +70,16 @@ def made(model: Any, ids: Tensor, mask: Tensor, tokens: int, temperature: float 
         return generate_by_groups(model.generate, model, ids, mask, config, [scores]), scores
 
 
+def both_ways(model: Any, ids: Tensor, mask: Tensor, config: GenerationConfig) -> tuple[list[Any], list[Any]]:
+    """What transformers' ``generate`` writes, and ours, with the same seed."""
+    written = []
+    for how in (model.generate, partial(generate_by_groups, model.generate, model)):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            written.append(how(input_ids=ids, attention_mask=mask, generation_config=config).tolist())
+    return written[0], written[1]
+
+
 #: `generate` hands scores on in float32: each of two roundings of numbers below 32, and of their logarithm's sum
 ROUNDED = 1e-5
 
@@ -121,11 +131,8 @@ def without_positions(forward: Any) -> Any:
 @pytest.mark.parametrize("size", [1, 3])
 def test_greedy_is_transformers(size: int) -> None:
     model, (ids, mask) = model_of(), prompts(6, size)
-    config = plain_generation_config(0.0, 40, [END], PAD)
-    with torch.no_grad():
-        stock = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        ours = generate_by_groups(model.generate, model, ids, mask, config)
-    assert stock.tolist() == ours.tolist()
+    stock, ours = both_ways(model, ids, mask, plain_generation_config(0.0, 40, [END], PAD))
+    assert stock == ours
 
 
 @pytest.mark.not_fast
@@ -217,13 +224,8 @@ def test_what_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not_by_groups(model, config) == f"the generation config asks for ['{name}']"
     sliding = model_of(use_sliding_window=True, sliding_window=4, max_window_layers=0)
     assert "its cache is no plain one: ['DynamicSlidingWindowLayer']" in str(not_by_groups(sliding, plain))
-    ids, mask = prompts(3, 2)
-    with torch.no_grad():
-        torch.manual_seed(0)
-        stock = sliding.generate(input_ids=ids, attention_mask=mask, generation_config=plain)
-        torch.manual_seed(0)
-        ours = generate_by_groups(sliding.generate, sliding, ids, mask, plain)
-    assert stock.tolist() == ours.tolist()
+    stock, ours = both_ways(sliding, *prompts(3, 2), plain)
+    assert stock == ours
     monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
     assert "sharded" in str(not_by_groups(model, plain))
 
@@ -242,11 +244,10 @@ def test_what_the_models_own_config_asks_for_counts() -> None:
         assert not_by_groups(model, plain) is None, "a `max_length` does nothing beside `max_new_tokens`"
         setattr(model.generation_config, name, value)
         assert not_by_groups(model, plain) == f"the model's own generation config asks for ['{name}']"
-        with torch.no_grad():
-            stock = model.generate(input_ids=ids, attention_mask=mask, generation_config=plain)
-            ours = generate_by_groups(model.generate, model, ids, mask, plain)
-        assert stock.tolist() == ours.tolist(), name
-        ended = [row.index(END) + 1 for row in ours[:, ids.size(1) :].tolist() if END in row]
+        stock, ours = both_ways(model, ids, mask, plain)
+        assert stock == ours, name
+        written = [row[ids.size(1) :] for row in ours]
+        ended = [row.index(END) + 1 for row in written if END in row]
         assert name != "min_new_tokens" or 10 < min(ended) < 30
 
 
@@ -307,10 +308,8 @@ def test_learnt_prompts_and_lora() -> None:
     assert "learnt prompts" in str(not_by_groups(tuned, plain))
     lora = get_peft_model(model_of(), LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False)).double()
     assert not_by_groups(lora, plain) is None
-    with torch.no_grad():
-        stock = lora.generate(input_ids=ids, attention_mask=mask, generation_config=plain)
-        ours = generate_by_groups(lora.generate, lora, ids, mask, plain)
-    assert stock.tolist() == ours.tolist()
+    stock, ours = both_ways(lora, ids, mask, plain)
+    assert stock == ours
 
 
 def test_groups_that_cannot_be_had_are_an_error_and_a_drop_in_is_left_alone() -> None:
@@ -419,13 +418,10 @@ def test_models_without_a_cache_of_keys_and_values_are_left_to_transformers(
     """CPM-Ant has one, but puts tokens of its own before a prompt: only the reading shows that."""
     model, plain, (ids, mask) = small(name), plain_generation_config(1.0, 15, [END], PAD), prompts(3, 2)
     generate.say_left_to_stock.cache_clear()
-    made_by: list[list[list[int]]] = []
-    with torch.no_grad(), caplog.at_level("INFO", "grpo_lab"):
-        for how in (model.generate, partial(generate_by_groups, model.generate, model)):
-            for _ in range(2):
-                torch.manual_seed(0)
-                made_by.append(how(input_ids=ids, attention_mask=mask, generation_config=plain).tolist())
-    assert made_by[0] == made_by[1] == made_by[2] == made_by[3]
+    with caplog.at_level("INFO", "grpo_lab"):
+        for _ in range(2):
+            stock, ours = both_ways(model, ids, mask, plain)
+            assert stock == ours
     own = "it does not keep a prompt's keys and values as they are read"
     said = own if name == "CpmAntConfig" else "has no cache of keys and values"
     assert [said in one.getMessage() for one in caplog.records if one.name == "grpo_lab"] == [True]
@@ -466,15 +462,14 @@ def test_padding_is_no_text_under_a_repetition_penalty() -> None:
             )
             for row, have in zip(ids, mask, strict=True)
         ]
-        ours = generate_by_groups(model.generate, model, ids, mask, config)
-        stock = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+    stock, ours = both_ways(model, ids, mask, config)
 
-    def written(rows: Any, widths: list[int]) -> list[list[int]]:
-        after = [row[width:].tolist() for row, width in zip(rows, widths, strict=True)]
+    def written(rows: list[list[int]], widths: list[int]) -> list[list[int]]:
+        after = [row[width:] for row, width in zip(rows, widths, strict=True)]
         return [row[: row.index(END) + 1] if END in row else row for row in after]
 
     padded_widths = [ids.size(1)] * len(ids)
-    expected = written([row[0] for row in alone], mask.sum(1).tolist())
+    expected = written([row[0].tolist() for row in alone], mask.sum(1).tolist())
     assert written(ours, padded_widths) == expected
     assert written(stock, padded_widths) != expected, "the test sees the fault"
     assert min(map(len, expected)) < 40

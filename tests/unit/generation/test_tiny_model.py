@@ -1,7 +1,6 @@
 """tiny_model: the real architectures, a tokenizer that loses nothing, and both after saving and loading."""
 
-import subprocess
-import sys
+import hashlib
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -101,11 +100,9 @@ def test_seeds_and_the_global_random_state() -> None:
     assert not torch.equal(first, weights(seed=2))
 
 
-@pytest.mark.not_fast
-def test_the_tokenizer_is_the_same_in_another_process() -> None:
-    code = "from grpo_lab.testing import tiny_tokenizer as t; print(sorted(t().get_vocab().items()))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
-    assert run.stdout.strip() == str(sorted(TOKENIZER.get_vocab().items()))
+def test_the_vocabulary_is_the_same_in_every_process() -> None:
+    vocabulary = str(sorted(TOKENIZER.get_vocab().items()))
+    assert hashlib.sha256(vocabulary.encode()).hexdigest()[:16] == "8bb7bba76d5b05e2"
 
 
 @pytest.mark.not_fast

@@ -17,52 +17,40 @@ def read(completion: str, mode: str = "strict") -> str | None:
     return None if answer is None else canonical(answer.text)
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("<answer>18</answer>", "18"),
-        ("<answer> The total is 18 dollars. </answer>", "18"),
-        ("<answer>\\boxed{18}</answer>", "18"),
-        ("<answer>18", "18"),  # engines cut the stop string off
-        ("so \\boxed{18}", "18"),
-        ("so $\\boxed{\\frac{1}{\\sqrt{2}}}$.", "\\frac{1}{\\sqrt{2}}"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{\\boxed{5}}", "5"),
-        ("\\boxed {5}", "5"),
-        ("\\boxed 5", "5"),
-        ("\\fbox{958}", "958"),
-        ("\\boxed{\\text{Evelyn}}", "\\text{Evelyn}"),
-        ("#### 18", "18"),
-        ("#### $1,800.00", "1,800.00"),
-        ("#### 18 eggs", "18"),
-        ("A: 18", "18"),
-        ("**A:** 18", "18"),
-        ("The answer is 18.", "18"),
-        ("The answer is 18 because 3 + 15 = 18.", "18"),
-        ("the answer is: **18**", "18"),
-        ("The answer is $\\boxed{18}$.", "18"),
-        ("The answer is $-\\frac{1}{2}$ metres.", "-\\frac{1}{2}"),
-        ("The answer is\n\n\\[ \\frac{1}{2} \\]", "\\frac{1}{2}"),
-        ("**Answer:** 18", "18"),
-        ("**Final Answer**: $18$", "18"),
-        ("Final answer: 18 eggs", "18"),
-        ("Final Answer: The largest $n$ is 34.", "34"),
-        ("The final answer is 5. I hope it is correct.", "5"),
-        ("The correct answer is therefore (C).", "(C)"),
-        ("The answer to the question is 18", "18"),
-        ("The answer is Evelyn.", "Evelyn"),
-        ("The answers are 3 and 4.", "3 and 4"),
-        ("The answer is −3", "-3"),
-        ("The answer is １８", "18"),
-        ("The answer is 12,\\!345.", "12345"),
-        ("x = \\boxed{2} or x = \\boxed{-3}", "2, -3"),
-        ("\\boxed{5} or, as a decimal number, it is \\boxed{5.0}", "5.0"),
-        ("The answer is 17. 18", "17"),  # a marked answer is not passed over
+#: an answer → completions that mark it; engines cut stop strings off, and a marked answer is not passed over
+MARKED = {
+    "18": [
+        "<answer>18</answer>", "<answer> The total is 18 dollars. </answer>", "<answer>\\boxed{18}</answer>",
+        "<answer>18", "so \\boxed{18}", "#### 18", "#### 18 eggs", "A: 18", "**A:** 18", "The answer is 18.",
+        "The answer is 18 because 3 + 15 = 18.", "the answer is: **18**", "The answer is $\\boxed{18}$.",
+        "**Answer:** 18", "**Final Answer**: $18$", "Final answer: 18 eggs", "The answer to the question is 18",
+        "The answer is １８",
     ],
-)
-def test_markers(completion: str, answer: str) -> None:
-    assert read(completion) == canonical(answer)
-    assert read(completion, "lenient") == canonical(answer)
+    "\\frac{1}{\\sqrt{2}}": ["so $\\boxed{\\frac{1}{\\sqrt{2}}}$."],
+    "\\{1, 2\\}": ["\\boxed{\\{1, 2\\}}"],
+    "5": ["\\boxed{\\boxed{5}}", "\\boxed {5}", "\\boxed 5", "The final answer is 5. I hope it is correct."],
+    "958": ["\\fbox{958}"],
+    "\\text{Evelyn}": ["\\boxed{\\text{Evelyn}}"],
+    "1,800.00": ["#### $1,800.00"],
+    "-\\frac{1}{2}": ["The answer is $-\\frac{1}{2}$ metres."],
+    "\\frac{1}{2}": ["The answer is\n\n\\[ \\frac{1}{2} \\]"],
+    "34": ["Final Answer: The largest $n$ is 34."],
+    "(C)": ["The correct answer is therefore (C)."],
+    "Evelyn": ["The answer is Evelyn."],
+    "3 and 4": ["The answers are 3 and 4."],
+    "-3": ["The answer is −3"],
+    "12345": ["The answer is 12,\\!345."],
+    "2, -3": ["x = \\boxed{2} or x = \\boxed{-3}"],
+    "5.0": ["\\boxed{5} or, as a decimal number, it is \\boxed{5.0}"],
+    "17": ["The answer is 17. 18"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", MARKED)
+def test_markers(answer: str) -> None:
+    for completion in MARKED[answer]:
+        assert read(completion) == canonical(answer), completion
+        assert read(completion, "lenient") == canonical(answer), completion
 
 
 @pytest.mark.parametrize(
@@ -179,10 +167,10 @@ QUICK = ("\\boxed{", "$", "answer is 5 ", "a = b is ", "<answer>5</answer>")
     "unit", [unit if unit in QUICK else pytest.param(unit, marks=pytest.mark.slow) for unit in UNITS]
 )
 def test_hostile_text_is_read_in_linear_time(unit: str) -> None:
-    """100 kB of anything, in any position: milliseconds when linear, minutes when quadratic. Processor time is
+    """50 kB of anything, in any position: milliseconds when linear, a minute when quadratic. Processor time is
     measured."""
-    junk = (unit * (100_000 // len(unit) + 1))[:100_000]
-    nested = junk[:50_000] + "5" + "}" * 50_000
+    junk = (unit * (50_000 // len(unit) + 1))[:50_000]
+    nested = junk[:25_000] + "5" + "}" * 25_000
     for text in (
         junk,
         junk + "\\boxed{5}",
@@ -194,7 +182,7 @@ def test_hostile_text_is_read_in_linear_time(unit: str) -> None:
         for mode in ("strict", "lenient"):
             begun = time.process_time()
             extract_answer(text, mode)  # type: ignore[arg-type]
-            # 0.8 s at most here, twice that beside a busy thread of the same core
+            # 0.4 s at most here, twice that beside a busy thread of the same core
             assert time.process_time() - begun < 5.0
 
 
