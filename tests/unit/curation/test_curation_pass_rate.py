@@ -302,14 +302,6 @@ def test_what_was_cut_is_kept_with_the_samples(tmp_path: Path) -> None:
     assert pass_rates(PROBLEMS, Scripted(), exact, n=4, progress=False)[0].cut is None
 
 
-def test_a_reward_that_reads_tokens_is_given_them() -> None:
-    def short(prompts: Any, completions: Any, completion_ids: Any, **_: Any) -> list[float]:
-        return [float(len(ids) < 2) for ids in completion_ids]
-
-    written = lambda prompts, n: [[Written(str(j), False, [j] * j) for j in range(n)] for _ in prompts]  # noqa: E731
-    assert [rate.scores for rate in pass_rates(PROBLEMS[:2], written, short, n=3, progress=False)] == [(1, 1, 0)] * 2
-
-
 def test_a_refusal_names_only_what_differs(tmp_path: Path) -> None:
     file = tmp_path / "rates.jsonl"
     settings = {"files": {"config.json": "aa", "chat_template.jinja": "bb"}, "seed": 0}

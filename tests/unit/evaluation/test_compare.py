@@ -112,13 +112,7 @@ def test_the_printed_table_breaks_no_word(tmp_path: Path) -> None:
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     a = whole_run(tmp_path / "a")
-    (tmp_path / "empty").mkdir()
-    for folders, said in [
-        ([a], "2 to 8 runs, got 1"),
-        ([a, a], "named twice"),
-        ([a, tmp_path / "empty"], "holds nothing of a run and no evaluation"),
-        ([a, tmp_path / "nowhere"], "is not a folder"),
-    ]:
+    for folders, said in (([a], "2 to 8 runs, got 1"), ([a, a], "named twice")):
         with pytest.raises(ValueError, match=said):
             compare(folders)
 

@@ -16,7 +16,6 @@ from grpo_lab.labs.cells import record_file
 from grpo_lab.labs.experiment import program
 from grpo_lab.labs.forks import LOCKED, CellForks
 from grpo_lab.labs.tables import spread, table
-from grpo_lab.visible import print_errors_visibly
 
 SCRIPT = """
 import os
@@ -131,10 +130,3 @@ def test_forks_run_a_program_as_a_process_of_its_own_does(tmp_path: Path) -> Non
     assert [line.rpartition(" ")[0].strip() for line in lines[:2]] == ["['0', 'b c']", "['3', 'b c']"]
     assert len({line.rpartition(" ")[2] for line in lines[:2]}) == 2
     assert lines[-1].startswith("ValueError: invalid literal for int()")
-
-
-def test_an_error_that_nobody_caught_is_printed_visibly(capsys: pytest.CaptureFixture[str]) -> None:
-    """What a reward's exception quotes of a model cannot act on a terminal."""
-    error = RuntimeError("wrote \x1b]0;owned\x07")
-    print_errors_visibly(RuntimeError, error, None)
-    assert capsys.readouterr().err == "RuntimeError: wrote ␛]0;owned␇\n"

@@ -140,25 +140,7 @@ def test_dry_run_of_long2short(tiny_folder: Path, tmp_path: Path, capsys: pytest
     assert re.search(r"`short_model` is .*: the folder holds no model", capsys.readouterr().err)
 
 
-# --- other samples, Ctrl-C --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.not_fast
-def test_another_number_of_samples_names_overwrite(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = recipe_file(
-        tmp_path, model={"path": str(tiny_folder)}, data={**DATA, "n": 3}, n_samples=2, max_completion_length=4,
-        use_cpu=True, output_dir=str(tmp_path / "out"),
-    )  # fmt: skip
-    assert main(["curate", "--config", config]) == 0
-    before = (tmp_path / "out" / "pass_rates.jsonl").read_bytes()
-    assert main(["curate", "--config", config, "--n_samples", "3"]) == 2
-    said = capsys.readouterr().err
-    assert "n_samples" in said
-    assert "--overwrite" in said
-    assert (tmp_path / "out" / "pass_rates.jsonl").read_bytes() == before
-    assert main(["curate", "--config", config, "--n_samples", "3", "--overwrite"]) == 0
+# --- a full disk, Ctrl-C --------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_one_line_wherever_it_is_met(

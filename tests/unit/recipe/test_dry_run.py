@@ -113,6 +113,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an evaluation's own tokens without room": (
         {"evaluation": {"data": GOOD["data"], "max_new_tokens": 512}}, r"is 512\. Lower.*setting is "
             r"`evaluation\.max_new_tokens`"),
+    "an evaluation by a column that no row has": (
+        {"evaluation": {"data": GOOD["data"], "by": "level"}},
+        r"`evaluation\.by` is 'level'; the columns of `evaluation\.data` are prompt, .*steps"),
     "an evaluation without a limit": (
         {"max_completion_length": None, "evaluation": {"data": GOOD["data"]}}, r"`max_completion_length` is "
             r"null.*`evaluation\.max_new"),
@@ -191,21 +194,6 @@ def test_the_rewards_in_force_are_listed(changes: dict[str, Any], rewards: str) 
     facts = dry_run(recipe_from({**GOOD, **changes, "lr_scheduler_type": "constant", "optim": "sgd"}))
     assert facts["rewards"] == rewards
     assert facts["learning rate"].endswith(" (constant), sgd")  # was SchedulerType.CONSTANT, OptimizerNames.SGD
-
-
-def test_a_model_folder_without_a_tokenizer(saved: Path, tmp_path: Path) -> None:
-    """transformers builds an empty tokenizer in its place: 0, and a run on no words at all."""
-    import shutil
-
-    from grpo_lab.recipe.sections import SamplingSettings
-    from grpo_lab.stages.sample import ModelGenerator
-
-    bare = shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "*.jinja"))
-    said = r"holds a model and no tokenizer \(tokenizer\.json"
-    with pytest.raises(ValueError, match=said):
-        dry_run(recipe_from({**GOOD, "model": {"path": str(bare)}}))
-    with pytest.raises(ValueError, match=said):
-        ModelGenerator(str(bare), SamplingSettings(use_vllm=True))
 
 
 @pytest.mark.not_fast
@@ -289,17 +277,6 @@ def test_the_real_configuration_is_left_alone() -> None:
     recipe = recipe_from({**GOOD, "use_cpu": True})
     assert lab_config(numbers_read(recipe)).use_cpu is True
     assert lab_config(numbers_read(recipe), use_cpu=False).use_cpu is False
-
-
-def test_an_evaluation_by_a_column_that_the_rows_lack_is_refused() -> None:
-    held_out = {"data": {"loader": "word_problems", "split": "test", "n": 4}, "by": "steps"}
-    assert dry_run(recipe_from({**GOOD, "evaluation": held_out}, "dry"))["evaluation"].startswith(
-        "4 from word_problems"
-    )
-    with pytest.raises(
-        ValueError, match=r"`evaluation\.by` is 'level'; the columns of `evaluation\.data` are prompt, .*steps"
-    ):
-        dry_run(recipe_from({**GOOD, "evaluation": {**held_out, "by": "level"}}, "dry"))
 
 
 @pytest.mark.parametrize("ahead", ["overlap", "cut_after", "thinking_budget"])

@@ -73,7 +73,8 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("sft", "dpo", "simpo", "reward_model", "distill", "merge"), {"model": "ADAPTER"}, r"is an adapter of .*merge"),
     (("rl", "cold_start"), {"model.path": "ADAPTER"}, r"`model.path` .* is an adapter of .*merge"),
     (("merge",), {"model": "gone"}, r"gone is no folder here"),
-    (LOADED, {"model": "WORDLESS"}, r"holds a model and no tokenizer"),
+    (LOADED, {"model": "WORDLESS"}, r"holds a model and no tokenizer \(tokenizer\.json"),
+    (("rl",), {"model.path": "WORDLESS"}, r"holds a model and no tokenizer \(tokenizer\.json"),
     (("sample", "evaluate"), {"model": "ADAPTER", "max_completion_length": 5000}, r"5000"),  # its base's context
     # the entry itself
     (("rl", "sft"), {"launch": "gone.yaml"}, r"`stages.it.launch` is 'gone.yaml': no such file"),

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from grpo_lab.cli import _parser, main
-from grpo_lab.pipelines.curate import CURATE, curation_recipe_from
+from grpo_lab.pipelines.curate import curation_recipe_from
 from grpo_lab.pipelines.evaluate import plan_of
 from grpo_lab.pipelines.long2short import LONG2SHORT, long2short_recipe_from
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
@@ -216,12 +216,6 @@ def test_a_filter_that_cannot_be_applied_is_refused_before_anything_is_sampled(
     """The band and the balance used to be looked at when all samples were there."""
     with pytest.raises(ValueError, match=word):
         curation_recipe_from({"data": DATA, "model": {"path": "m"}, "filters": filters})
-
-
-def test_a_column_to_balance_by_is_looked_for_before_anything_is_sampled(tmp_path: Path) -> None:
-    written = {"data": DATA, "model": {"path": "m"}, "filters": {"balance": {"by": "subject"}}}
-    with pytest.raises(ValueError, match=r"`filters\.balance\.by` is 'subject'.*family"):
-        resolve(CURATE, curation_recipe_from({**written, "output_dir": str(tmp_path / "out")}), overwrite=False)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
         "`cold_start.learning_rate` is -1; it"),
     (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 4}, max_seq_length: 8}"],
         "release notes of trl"),
+    (("rounds",), ["--data", "{loader: file, source: TMP/rows.jsonl, template: none}", "--keep.gold", "true"],
+        "`keep.gold` needs a column"),
     (SAMPLERS, ["--reward", "acuracy"], r"`reward`: unknown reward 'acuracy'; did you mean 'accuracy'\? Allowed: \["),
     (("train",), ["--rewards", "[{name: accuracy, wieght: 2}]"], "`rewards`: 'accuracy' has no setting 'wieght'; did "
         "you mean 'weight'"),
@@ -174,6 +176,7 @@ def test_dry_run_and_run_refuse_alike(
     command: str, words: list[str], said: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "solution": "2"}\n')
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "theirs.txt").write_text("")
     config = written(command, tmp_path, tiny_folder)

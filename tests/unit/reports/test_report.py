@@ -349,11 +349,6 @@ def test_what_an_evaluation_does_not_cover_is_a_notice(tmp_path):
     assert "evaluation/after: stopped after 2 of 9 greedy answers" in text
 
 
-def test_only_a_folder_has_a_report(tmp_path):
-    with pytest.raises(ValueError, match="is not a folder"):
-        write_report(tmp_path / "nowhere")
-
-
 # --- hostile text -------------------------------------------------------------------------------------------------
 
 ATTACKS = [

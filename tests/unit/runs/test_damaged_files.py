@@ -12,7 +12,6 @@ import pytest
 from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.data.rows import load_file
 from grpo_lab.evaluation.result import EvaluationResult
-from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.evaluation.sweep import read_sweep
 from grpo_lab.labs.experiment import parser, records
 from grpo_lab.pipelines.stage_record import StageRecord
@@ -183,11 +182,3 @@ def test_a_stage_record_with_null_in_it_is_named(field: str, tmp_path: Path) -> 
     file.write_text(json.dumps({**json.loads(file.read_text()), field: None}))
     with pytest.raises(ValueError, match=rf"stage\.json: its `{field}` is null; it must be a mapping: move the folder"):
         StageRecord.read(tmp_path, "a", "train")
-
-
-def test_a_page_names_the_damaged_record_and_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_bytes(DAMAGED["5,000 deep"][0])
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
-    found = read_run(tmp_path)
-    assert found.metrics == {"loss": [(1, 0.5)]}
-    assert any("run.json" in notice and "nested" in notice for notice in found.notices)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from grpo_lab.cli import main
 from grpo_lab.evaluation.run_page import rounds_figures as figures
 from grpo_lab.evaluation.run_page import rounds_page, rounds_table
 from grpo_lab.evaluation.run_record import read_run
@@ -180,17 +179,6 @@ def test_there_is_a_recipe_of_each_method_from_one_start_model() -> None:
     for one in found.values():
         assert (one["model"], one["data"], one["evaluation"]) == (quick["model"], quick["data"], quick["evaluation"])
         assert {key: value for key, value in one["cold_start"].items() if key != "bf16"} == quick["cold_start"]
-
-
-def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """More of it stands in ``tests/unit/recipe/test_refusals.py``."""
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "solution": "2"}\n')
-    rows = {"loader": "file", "source": str(tmp_path / "rows.jsonl"), "template": "none"}
-    given = {"model": {"path": str(tmp_path)}, "data": rows, "output_dir": str(tmp_path / "out")}
-    (tmp_path / "a.yaml").write_text(json.dumps({**GOOD, **given, "keep": {"gold": True}}))
-    assert main(["rounds", "--config", str(tmp_path / "a.yaml"), "--dry-run"]) == 2
-    assert "`keep.gold` needs a column" in capsys.readouterr().err
 
 
 def test_a_folder_of_other_settings_is_refused_and_more_rounds_go_on(tmp_path: Path) -> None:
