@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -186,28 +186,27 @@ def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
     """Return the trainer's arguments by name, besides model, rewards, rows and configuration."""
     return {
         "callbacks": [_callback(section) for section in recipe.callbacks],
-        "tools": tools_of(recipe) or None,
-        "environment_factory": environment_of(recipe),
+        "tools": tools_of(recipe.tools) or None,
+        "environment_factory": environment_of(recipe.environment_factory),
         "peft_config": lora_config(recipe.model),
     }
 
 
-def tools_of(section: Recipe | EvaluationSection) -> list[Any]:
+def tools_of(sections: Sequence[PluginSection]) -> list[Any]:
     """Load the functions that the model may call."""
-    for tool in section.tools:
+    for tool in sections:
         if tool.arguments:
             raise ValueError(f"`tools`: {tool.name!r} is called by the model; it takes no arguments here")
-    return [load_named(tool.name, "tools") for tool in section.tools]
+    return [load_named(tool.name, "tools") for tool in sections]
 
 
-def environment_of(section: Recipe | EvaluationSection) -> Any:
+def environment_of(section: PluginSection | None) -> Any:
     """Load what makes an environment, with its arguments; None without one."""
-    environment = section.environment_factory
-    if environment is None:
+    if section is None:
         return None
-    factory = load_named(environment.name, "environment_factory")
-    refuse_unknown_arguments(factory, environment.arguments, f"`environment_factory`: {environment.name!r}")
-    given = typed(environment.arguments, factory, "environment_factory")
+    factory = load_named(section.name, "environment_factory")
+    refuse_unknown_arguments(factory, section.arguments, f"`environment_factory`: {section.name!r}")
+    given = typed(section.arguments, factory, "environment_factory")
     if given:
         return functools.partial(factory, **given)
     return factory

@@ -14,11 +14,11 @@ from datasets import Dataset
 
 from grpo_lab.engines.generators import RenderedPrompt, context_of_config, render_pair, render_prompt, too_long
 from grpo_lab.recipe.data import MADE, load_rows, rows_here
-from grpo_lab.recipe.sections import NEW_TOKENS, ColdStartSection, EvaluationSection, Recipe
+from grpo_lab.recipe.sections import NEW_TOKENS, ColdStartSection, EvaluationSection, RewardSection
 from grpo_lab.rewards.for_task import ForTask
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
-from grpo_lab.trainer.settings.inputs import check_conversations, turns_of
+from grpo_lab.trainer.settings.inputs import check_conversations
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.supervised.methods import check_rows, check_training, worked_pairs
 
@@ -32,50 +32,40 @@ TAKES_REWARDS = ("_calculate_rewards", "_generate_and_score_completions")
 """Methods in which a team's trainer may pass further arguments to rewards."""
 
 
-def evaluation_tokens(recipe: Recipe) -> int:
-    """Return the new tokens of an evaluation: ``evaluation.max_new_tokens``, else the training's
-    ``max_completion_length``."""
-    if recipe.evaluation is not None and recipe.evaluation.max_new_tokens is not None:
-        return recipe.evaluation.max_new_tokens
-    written = recipe.arguments.get("max_completion_length", NEW_TOKENS)
+def evaluation_tokens(section: EvaluationSection, arguments: Mapping[str, Any]) -> int:
+    """Return the new tokens of an evaluation: ``evaluation.max_new_tokens``, else the ``max_completion_length`` in the
+    training's ``arguments``."""
+    if section.max_new_tokens is not None:
+        return section.max_new_tokens
+    written = arguments.get("max_completion_length", NEW_TOKENS)
     if written is None:
         raise ValueError("`max_completion_length` is null: the evaluation needs a limit, `evaluation.max_new_tokens`")
     return int(written)
 
 
-def check_room(
-    recipe: Recipe, trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
-) -> str | None:
-    """Check that prompts and completions fit in the model's context, and return the context in words.
+def check_room(trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, in_turns: bool) -> str | None:
+    """Check that prompts and completions of the training fit in the model's context, and return the context in words.
 
-    Raises ValueError for what the run would refuse at its first evaluation or generation, and for cold-start rows
-    longer than the context. The error names the setting, the tokens and the context. The words include a warning if
-    completions may run beyond it. None: the context is not known here.
+    Raises ValueError for what the run would refuse at its first generation. The error names the setting, the tokens and
+    the context. The words include a warning if completions may run beyond it. None: the context is not known here.
 
     Args:
         trainer: its class.
         model: its tokenizer and configuration.
-        rows, held_out, cold_rows: of training, evaluation and cold start; None if there are none, or not here.
+        rows: of the training; None if they are not here.
+        in_turns: whether the model may call something.
     """
     from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_limit
 
-    if recipe.evaluation is not None:
-        evaluation_tokens(recipe)
-    if model is None or (recipe.cold_start is not None and "chat_template_path" in recipe.cold_start.arguments):
+    if model is None:
         return None
     words, shape = model
     context = context_of_config(shape)
-    looked_at = rows is not None and not _prompts_are_made(recipe, trainer, rows)
+    looked_at = rows is not None and not in_turns and not _prompts_are_made(trainer, rows)
     if looked_at:
         render_prompt(rows[0]["prompt"], words, config.chat_template_kwargs)
     if context is None:
         return "no limit"
-    if held_out is not None:
-        assert recipe.evaluation is not None
-        section = recipe.evaluation.rendered_as(config.chat_template_kwargs)
-        check_held_out(section, evaluation_tokens(recipe), held_out["prompt"], words, context)
-    if recipe.cold_start is not None and cold_rows is not None:
-        _check_cold_start(recipe.cold_start, cold_rows, words, context, config.chat_template_kwargs)
     limit = completion_limit(config)
     if limit is not None and limit >= context:  # a slip of the pen, or meant for another model
         raise ValueError(
@@ -97,13 +87,15 @@ def check_by(evaluation: EvaluationSection, held_out: Any) -> None:
         raise ValueError(f"`evaluation.by` is {evaluation.by!r}; the columns of `evaluation.data` are {there}")
 
 
-def check_held_out(
-    section: EvaluationSection, otherwise: int, prompts: Sequence[Any], words: Any, context: int
-) -> None:
+def check_held_out(section: EvaluationSection, otherwise: int, prompts: Sequence[Any], model: tuple[Any, Any]) -> None:
     """Raise ValueError if no prompt of the held-out rows fits; if some do, the evaluation leaves the others out.
 
-    ``otherwise``: the limit without ``evaluation.max_new_tokens``; ``words``: the tokenizer.
+    ``otherwise``: the limit without ``evaluation.max_new_tokens``; ``model``: its tokenizer and configuration.
     """
+    words, shape = model
+    context = context_of_config(shape)
+    if context is None:
+        return
     own = section.max_new_tokens
     new = otherwise if own is None else own
     shortest = shortest_prompt(prompts, words, context - new, section.chat_template_kwargs)
@@ -130,12 +122,16 @@ def shortest_prompt(
     return shortest
 
 
-def _check_cold_start(
-    section: ColdStartSection, rows: Any, words: Any, context: int, chat_template_kwargs: Mapping[str, Any] | None
+def check_cold_start(
+    section: ColdStartSection, rows: Any, model: tuple[Any, Any] | None, chat_template_kwargs: Any
 ) -> None:
     """Raise ValueError if a prompt and its worked solution, cut at ``cold_start.max_length``, do not fit in the
-    context."""
-    if cut_to_fit(section, context):
+    context. ``model``: its tokenizer and configuration. Nothing is checked if rows or model are not here (None)."""
+    if rows is None or model is None:
+        return
+    words, shape = model
+    context = context_of_config(shape)
+    if context is None or cut_to_fit(section, context):
         return
     longest = longest_row(worked_pairs(rows), words, context, chat_template_kwargs)
     if longest > context:
@@ -153,14 +149,14 @@ def cut_to_fit(section: ColdStartSection, context: int | None) -> bool:
     return context is None or (limit is not None and int(limit) <= context)
 
 
-def _prompts_are_made(recipe: Recipe, trainer: Any, rows: Any) -> bool:
-    """Return whether the model gets something else than the rows' prompts: images, tools, an environment, or what a
-    team's own tokenization makes."""
+def _prompts_are_made(trainer: Any, rows: Any) -> bool:
+    """Return whether the model gets something else than the rows' prompts: images, or what a team's own tokenization
+    makes."""
     from grpo_lab import LabTrainer
 
     own = trainer._tokenize_prompts is not LabTrainer._tokenize_prompts
     images = bool({"image", "images"} & {*rows.column_names}) or "prompt" not in rows.column_names
-    return own or images or recipe.environment_factory is not None or bool(recipe.tools)
+    return own or images
 
 
 def longest_prompt(
@@ -204,18 +200,17 @@ def _bytes(prompt: Any) -> int:
     return sum(len(text.encode()) for text in texts)
 
 
-def check_columns(recipe: Recipe, trainer: Any, rows: Dataset, rewards: list[Any]) -> None:
+def check_columns(trainer: Any, rows: Dataset, sections: Sequence[RewardSection], rewards: list[Any]) -> None:
     """Raise ValueError if a reward's parameter without default is no column of the rows, and nothing that TRL gives to
-    every reward.
+    every reward. ``sections``: the recipe's, of which ``rewards`` were built.
 
-    Not checked with a team's trainer, which may give more, nor with an environment, which may own columns.
+    Not checked with a team's trainer, which may give more.
     """
     from grpo_lab import LabTrainer
 
-    own = any(getattr(trainer, name) is not getattr(LabTrainer, name) for name in TAKES_REWARDS)
-    if own or recipe.environment_factory is not None:
+    if any(getattr(trainer, name) is not getattr(LabTrainer, name) for name in TAKES_REWARDS):
         return
-    for section, reward in zip(recipe.rewards, rewards, strict=True):
+    for section, reward in zip(sections, rewards, strict=True):
         if isinstance(reward, ForTask):
             reward = reward.reward
         if isinstance(reward, str) or not inspect.isroutine(reward):
@@ -247,9 +242,9 @@ def check_enough_rows(trainer: Any, config: Any, rows: Dataset) -> None:
         )
 
 
-def check_turns(recipe: Recipe, rollout: RolloutSettings, several: dict[str, Any]) -> None:
-    """Raise ValueError for tools or an environment, which make completions in turns, if something else does not allow
-    turns.
+def check_turns(turns: str | None, rollout: RolloutSettings, several: dict[str, Any]) -> None:
+    """Raise ValueError for ``turns``, the setting by which completions are made in turns (None: they are not), if
+    something else does not allow turns.
 
     That is a setting that needs completions in one turn, or rows (``several``, by section) that are no conversations.
     The trainer checks it, too, but only when it is built: after a cold start, and beside its engine.
@@ -258,7 +253,6 @@ def check_turns(recipe: Recipe, rollout: RolloutSettings, several: dict[str, Any
     if rollout.thinking_budget is not None and rollout.turns is None:
         budget = "thinking_budget"
     setting = budget or rollout.earlier_policy
-    turns = turns_of(recipe.tools, recipe.environment_factory)
     if setting is not None and turns is not None:
         raise ValueError(
             f"`rollout.{setting}` does not combine with `{turns}`, by which a completion is made in turns: leave one "

@@ -5,7 +5,7 @@ The run and its dry run both do it here: what one refuses before its first step,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -29,6 +29,7 @@ from grpo_lab.recipe.sections import (
 )
 from grpo_lab.settings import hints_of, refuse_unknown, typed
 from grpo_lab.trainer.arguments import resolve_arguments
+from grpo_lab.trainer.settings.inputs import turns_of
 
 NOT_OF_THIS_MACHINE: dict[str, Any] = dict.fromkeys(("tf32", "fsdp", "fsdp_config", "deepspeed")) | dict.fromkeys(
     ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile", "use_liger_kernel", "dataloader_pin_memory"),
@@ -76,7 +77,8 @@ class Job:
             here_only: a dry run, which may have no network and is to be quick.
             cold_start: whether the cold start is still to be made.
         """
-        _check_engines(recipe, config, here_only)
+        check_engine(config.use_vllm, "use_vllm", here_only, kernels=config.vllm_mode != "server")
+        check_engine(_asks(recipe.evaluation), "evaluation.use_vllm", here_only)
         checks.check_trackers(config.report_to)
         check_whole_model(recipe.model)
         trainer = build.trainer_class(recipe.trainer)
@@ -84,25 +86,25 @@ class Job:
         if not here_only:
             build.reach_reward_models(rewards)
         arguments = build.trainer_arguments(recipe)
+        turns = turns_of(arguments["tools"], arguments["environment_factory"])
         load = rows_here if here_only else load_rows
         rows = load(recipe.data, "data")
         if rows is not None:
             build.check_golds(rows, rewards)
-            checks.check_columns(recipe, trainer, rows, rewards)
+            if recipe.environment_factory is None:  # which may own columns
+                checks.check_columns(trainer, rows, recipe.rewards, rewards)
             checks.check_enough_rows(trainer, config, rows)
         eval_rows = load(recipe.eval_dataset, "eval_dataset") if recipe.eval_dataset is not None else None
-        checks.check_turns(recipe, config.lab_settings.rollout, {"data": rows, "eval_dataset": eval_rows})
-        evaluation = recipe.evaluation
-        held_out = None
-        if evaluation is not None:
-            held_out = load(evaluation.data, "evaluation.data")
-            checks.check_by(evaluation, held_out)
-            build.judges_of(evaluation)
+        checks.check_turns(turns, config.lab_settings.rollout, {"data": rows, "eval_dataset": eval_rows})
         model = model_here(recipe.model, here_only)
+        if recipe.cold_start is not None and "chat_template_path" in recipe.cold_start.arguments:
+            model = None  # the cold start brings another chat template, which is not here yet
+        evaluation, held_out = _evaluation(recipe.evaluation, recipe.arguments, config, model, load)
         cold_rows = None
         if cold_start and recipe.cold_start is not None:
             cold_rows = checks.cold_start_rows(recipe.cold_start, model, here_only)
-        room = checks.check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
+            checks.check_cold_start(recipe.cold_start, cold_rows, model, config.chat_template_kwargs)
+        room = checks.check_room(trainer, config, model, rows, turns is not None)
         if (policy := made_from(recipe.model)) is not None:
             check_policy(policy, config)
         # what our constructor refuses before it looks at a model; a team's own may change its arguments first
@@ -120,7 +122,7 @@ class Job:
             arguments=arguments,
             rows=rows,
             eval_rows=eval_rows,
-            evaluation=_as_trained(recipe, config),
+            evaluation=evaluation,
             held_out=held_out,
             cold_start=recipe.cold_start,
             cold_rows=cold_rows,
@@ -129,18 +131,29 @@ class Job:
         )
 
 
-def _check_engines(recipe: Recipe, config: Any, here_only: bool) -> None:
-    """Raise ValueError if the training or its evaluation asks for an engine that is not available."""
-    check_engine(config.use_vllm, "use_vllm", here_only, kernels=config.vllm_mode != "server")
-    check_engine(_asks(recipe.evaluation), "evaluation.use_vllm", here_only)
+def _evaluation(
+    section: EvaluationSection | None,
+    arguments: Mapping[str, Any],
+    config: Any,
+    model: tuple[Any, Any] | None,
+    load: Callable[[DataSection, str], Any],
+) -> tuple[EvaluationSection | None, Any]:
+    """Return the evaluation of a training, and its rows.
 
-
-def _as_trained(recipe: Recipe, config: Any) -> EvaluationSection | None:
-    """Return the evaluation with its limit of tokens filled in, and prompts rendered as in the training."""
-    if recipe.evaluation is None:
-        return None
-    filled = replace(recipe.evaluation, max_new_tokens=checks.evaluation_tokens(recipe))
-    return filled.rendered_as(config.chat_template_kwargs)
+    Its limit of tokens is filled in from the training's ``arguments``, and its prompts are rendered as in the training.
+    Raises ValueError for what cannot be loaded or judged, and for rows that do not fit in the context of ``model``
+    (tokenizer and configuration; None: not known).
+    """
+    if section is None:
+        return None, None
+    section = section.rendered_as(config.chat_template_kwargs)
+    rows = load(section.data, "evaluation.data")
+    checks.check_by(section, rows)
+    build.judges_of(section)
+    limit = checks.evaluation_tokens(section, arguments)
+    if rows is not None and model is not None:
+        checks.check_held_out(section, limit, rows["prompt"], model)
+    return replace(section, max_new_tokens=limit), rows
 
 
 def _asks(evaluation: EvaluationSection | None) -> bool:
@@ -179,7 +192,7 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
                     f"`rewards.{place}.weight` is {own} and `reward_weights.{place}` is {other}: they are one "
                     "setting; leave one out"
                 )
-    _check_eval(recipe, settings)
+    _check_eval(recipe.eval_dataset, settings)
     with in_its_words(recipe.data):
         return LabConfig(**settings)
 
@@ -200,16 +213,16 @@ def numbers_read(recipe: Recipe) -> Recipe:
     return replace(recipe, arguments=arguments)
 
 
-def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for ``eval_strategy`` without ``eval_dataset``, and for an ``eval_dataset`` that nothing
-    evaluates on."""
+def _check_eval(rows: DataSection | None, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for ``eval_strategy`` without ``eval_dataset`` (``rows``), and for an ``eval_dataset`` that
+    nothing evaluates on."""
     when = str(getattr(settings.get("eval_strategy"), "value", settings.get("eval_strategy") or "no"))
-    if when != "no" and recipe.eval_dataset is None:
+    if when != "no" and rows is None:
         raise ValueError(
             f"`eval_strategy` is {when!r} and the recipe has no `eval_dataset`: rows to evaluate on during training, "
             "such as {loader: gsm8k, split: test, limit: 64}; `evaluation` is before and after it"
         )
-    if when == "no" and recipe.eval_dataset is not None and not settings.get("eval_on_start"):
+    if when == "no" and rows is not None and not settings.get("eval_on_start"):
         raise ValueError("`eval_dataset` has no effect with `eval_strategy: no`; set it to steps or epoch")
 
 
@@ -278,6 +291,6 @@ def check_model(
         shortest = checks.shortest_prompt(asked.rows["prompt"], words, min(lengths) - limit, template_kwargs)
         if shortest is not None and shortest + limit > min(lengths):
             raise checks.no_room(limit, min(lengths))
-    if asked.held_out is not None and evaluation is not None and context is not None:
-        checks.check_held_out(evaluation.rendered_as(template_kwargs), limit, asked.held_out["prompt"], words, context)
+    if asked.held_out is not None and evaluation is not None:
+        checks.check_held_out(evaluation.rendered_as(template_kwargs), limit, asked.held_out["prompt"], known)
     return known

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from grpo_lab.engines.generators import context_of_config, render_prompt
+from grpo_lab.engines.generators import render_prompt
 from grpo_lab.engines.thinking_budget import BudgetedGenerator, ThinkingBudget
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
@@ -258,7 +258,7 @@ class HeldOutRows:
             "context": loaded.context,
             "chat_template_kwargs": template_kwargs,
         }
-        said = about(model, self.section, way)
+        said = about(model, self.section, self.asked["reward"], way)
         return partial(evaluate, None, loaded.tokenizer, self.rows[way.template], said=said, **how)
 
     def _limits(self, way: Condition, tokenizer: Any, stops: Sequence[int] = ()) -> ThinkingBudget | None:
@@ -287,14 +287,12 @@ class HeldOutRows:
         known = known_model(ModelSection(path=model), where, here_only)
         if known is None:
             return
-        tokenizer = known[0]
-        context = context_of_config(known[1])
         for way in self.ways.values():
-            self._limits(way, tokenizer)
-            if context is not None and self.rows[way.template] is not None:
+            self._limits(way, known[0])
+            rows = self.rows[way.template]
+            if rows is not None:
                 asked = replace(self.section, chat_template_kwargs=template_kwargs_in(self.section, way))
-                prompts = self.rows[way.template]["prompt"]
-                check_held_out(asked, self.asked["max_new_tokens"], prompts, tokenizer, context)
+                check_held_out(asked, self.asked["max_new_tokens"], rows["prompt"], known)
 
 
 def in_turns(section: EvaluationSection, loaded: LoadedGenerator, template_kwargs: Mapping[str, Any]) -> TurnGenerator:
@@ -308,8 +306,8 @@ def in_turns(section: EvaluationSection, loaded: LoadedGenerator, template_kwarg
         loaded.generate,
         dialogue,
         limits,
-        build.tools_of(section),
-        build.environment_of(section),
+        build.tools_of(section.tools),
+        build.environment_of(section.environment_factory),
         loaded.context,
         loaded.stops,
     )
@@ -363,15 +361,15 @@ def measure_conditions(
     return found
 
 
-def about(model: str, section: EvaluationSection, way: Condition | None = None) -> dict[str, Any]:
-    """Return what a score depends on besides the generation, for `summary.json`: data, template, judge, settings."""
-    mode = getattr(build.build_reward(section.reward, "evaluation.reward"), "mode", None)  # the default, too
+def about(model: str, section: EvaluationSection, reward: Any, way: Condition) -> dict[str, Any]:
+    """Return what a score depends on besides the generation, for `summary.json`: data, template, judge, settings.
+    ``reward``: the judge, as it was built of ``section.reward``."""
+    mode = getattr(reward, "mode", None)  # the default, too
     judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}
-    asked = way or Condition(section.data.template)
     more = {
-        "thinking": None if asked.thinking is None else "on" if asked.thinking else "off",
-        "thinking_budget": asked.budget,
-        "budget_text": None if asked.budget is None else section.budget_text,
+        "thinking": None if way.thinking is None else "on" if way.thinking else "off",
+        "thinking_budget": way.budget,
+        "budget_text": None if way.budget is None else section.budget_text,
         "engine": {"vllm": dict(section.engine)} if section.use_vllm else None,
         "log_probs": section.log_probs or None,
         "tools": [tool.name for tool in section.tools] or None,
@@ -381,7 +379,7 @@ def about(model: str, section: EvaluationSection, way: Condition | None = None) 
     return {
         "model": model,
         "data": {"loader": section.data.loader, **every_argument(section.data)},
-        "template": asked.template,
+        "template": way.template,
         "limit": section.data.limit,
         "mode": mode,
         "judge": judge,

@@ -119,13 +119,14 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 def test_a_default_written_out_is_the_same_judge() -> None:
     """`accuracy` and `{name: accuracy, mode: strict}` are one reward: no test was made, as "judged differently"."""
+    from grpo_lab.recipe.build import build_reward
     from grpo_lab.recipe.sections import DataSection, EvaluationSection, RewardSection
-    from grpo_lab.stages.held_out import about
+    from grpo_lab.stages.held_out import Condition, about
 
     rows = DataSection("word_problems", "chat", arguments={"n": 4})
+    rewards = [RewardSection("accuracy", arguments=given) for given in ({}, {"mode": "strict"}, {"mode": "lenient"})]
     short, long, other = (
-        about("m", EvaluationSection(rows, RewardSection("accuracy", arguments=given)))
-        for given in ({}, {"mode": "strict"}, {"mode": "lenient"})
+        about("m", EvaluationSection(rows, one), build_reward(one), Condition("chat")) for one in rewards
     )
     assert short == long
     assert other["judge"] != long["judge"]
