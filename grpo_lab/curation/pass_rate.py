@@ -85,6 +85,7 @@ def pass_rates(
     batch_size: int = 32,
     progress: bool = True,
     label: str = "pass rates",
+    counted: str = "problems",
     rendered: Rendered | None = None,
 ) -> list[PassRate]:
     """Sample and score n completions of each problem; return the pass rates in the order of `problems`.
@@ -97,7 +98,7 @@ def pass_rates(
         path: JSON-lines file to which results are appended; those in it are used again. None saves nothing.
         settings: what the samples depend on (model, temperature, …). A file with other settings is refused.
         batch_size: problems per call of `generate`; at most this many are lost if the process is killed.
-        progress: show the progress, under the name `label`.
+        progress: show the progress, under the name `label`. ``counted``: what problems are called there.
         rendered: returns the model's input for a prompt (text or token ids), which is part of the problem's key.
 
     Raises ValueError if a setting is wrong, or `generate` or `score` returns the wrong number of items. Also if the
@@ -120,7 +121,7 @@ def pass_rates(
         missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
         todo = list(missing.items())
         different = dict.fromkeys(keys)
-        with _progress_of(len(different), len(different) - len(todo), label, progress) as advance:
+        with _progress_of(len(different), len(different) - len(todo), label, counted, progress) as advance:
             for start in range(0, len(todo), batch_size):
                 batch = dict(todo[start : start + batch_size])
                 results = dict(zip(batch, _sample(list(batch.values()), generate, score, n), strict=True))
@@ -244,13 +245,15 @@ def _holds_ours(line: bytes) -> bool:
 
 
 @contextmanager
-def _progress_of(total: int, done: int, label: str, shown: bool) -> Iterator[Callable[[int, Sequence[PassRate]], None]]:
+def _progress_of(
+    total: int, done: int, label: str, counted: str, shown: bool
+) -> Iterator[Callable[[int, Sequence[PassRate]], None]]:
     """Yield `advance(problems, results so far)`: it updates a bar on a terminal, or now and then a line in a log."""
     from tqdm import tqdm
 
     seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
     often = {"mininterval": seconds, "maxinterval": seconds}
-    with tqdm(total=total, initial=done, desc=label, unit=" problems", disable=not shown, **often) as bar:
+    with tqdm(total=total, initial=done, desc=label, unit=f" {counted}", disable=not shown, **often) as bar:
 
         def advance(count: int, results: Sequence[PassRate]) -> None:
             trials = sum(result.trials for result in results)

@@ -28,7 +28,7 @@ from grpo_lab.labs.tables import at_equal_tokens, draw, over_tokens, spread, tab
 from grpo_lab.pipelines.same_run import CANNOT_CHANGE_THE_PAST, LENGTH
 from grpo_lab.reading import read_json_lines, read_record
 from grpo_lab.recipe.ahead import Ahead, looking_ahead
-from grpo_lab.recipe.job import Job, lab_config, numbers_read
+from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE, Job, lab_config, numbers_read
 from grpo_lab.recipe.sections import ModelSection, Recipe, read_recipe
 from grpo_lab.recipe.yaml import PLACES, read_yaml, shipped_recipe
 from grpo_lab.registry import load_named, modules_beside
@@ -202,6 +202,11 @@ class Arms:
         column or curve that no run can have."""
         starts = self.starts(options)
         jobs = dict[str, Job]()
+        no_gpu: Mapping[str, Any] = {}
+        if options.dry_run:  # perhaps of a lab that another machine is to run
+            no_gpu = NOT_OF_THIS_MACHINE
+        else:
+            starts.check_reached()
         for arm in self.said.once(arms):
             starts.check(arm)
         if self.said.prepare:
@@ -217,11 +222,13 @@ class Arms:
                 try:
                     recipe = numbers_read(recipe)
                     with looking_ahead(Ahead(starts.to_come)):
-                        jobs[arm] = Job.resolve(recipe, lab_config(recipe), here_only=True, cold_start=first)
+                        jobs[arm] = Job.resolve(recipe, lab_config(recipe, **no_gpu), here_only=True, cold_start=first)
                 except ValueError as error:
                     raise ValueError(f"arm {arm!r}: {error}") from error
         check_shown(self.said.columns, self.said.curves, jobs, known_later=len(jobs) < len(self.said.once(arms)))
         start = starts.given or f"the recipe's cold start, in {starts.lab}"
+        if starts.given and not is_local(starts.given):
+            start += " (a hub name: there is no such folder)"
         own = [f"{arm}'s own, in {starts.place(arm)}" for arm in arms if arm in starts.changes]
         return {"lab": self.said.about, "recipe": str(self.recipe(options)), "start": "; ".join([start, *own])}
 

@@ -163,7 +163,7 @@ def row(title: str, by_depth: Sequence[Sequence[Values]]) -> list[str]:
 
 def gains_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
     """Make a table of the gains over the start, seed by seed, with the rule's word for each; then how many intervals
-    exclude 0."""
+    exclude 0, where there are two seeds."""
     rows = []
     sides = []
     for arm in found:
@@ -176,8 +176,11 @@ def gains_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
         rows.append([arm, *cells])
     heads = [f"depth {depth}" for depth in depths]
     title = f"Gain over the start at pass@{ks[0]}; at pass@{ks[-1]}, in points, seed by seed:"
-    chance = f"{sum(map(abs, sides))} of {len(sides)} intervals exclude 0; by chance {0.05 * len(sides):.1f} would."
-    return f"{title}\n\n{markdown(['arm', *heads], rows)}\n\n- {chance}"
+    text = f"{title}\n\n{markdown(['arm', *heads], rows)}"
+    if sides:
+        chance = f"{sum(map(abs, sides))} of {len(sides)} intervals exclude 0; by chance {0.05 * len(sides):.1f} would."
+        text += f"\n\n- {chance}"
+    return text
 
 
 def differences_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
@@ -220,7 +223,10 @@ def curves(found: Found, depths: Sequence[int], ks: Sequence[int]) -> dict[str, 
                 panels.setdefault(f"{title}, before RL", {})[name] = start
                 panels.setdefault(f"{title}, after RL", {})[name] = end
             else:
-                panels.setdefault(title, {"start": start} if start else {})[name] = end
+                lines = panels.setdefault(title, {})
+                if start:
+                    lines.setdefault("start", start)
+                lines[name] = end
     return dict(panels)
 
 

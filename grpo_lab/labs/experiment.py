@@ -12,9 +12,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from grpo_lab.io import write_whole_text
 from grpo_lab.labs.cells import Found, LabCell, Record, seeds_recorded
 from grpo_lab.labs.forks import LOCKED, CellForks
 from grpo_lab.recipe.yaml import parsed
+from grpo_lab.settings import one_of
 from grpo_lab.visible import print_errors_visibly
 
 Options = argparse.Namespace
@@ -118,12 +119,12 @@ def parser(doc: str | None, folder: str, seeds: Sequence[int] = (0, 1, 2)) -> ar
 
 def add_options(found: argparse.ArgumentParser, folder: str) -> None:
     """Add the options that every experiment has; seeds and folder are None if they are not given."""
-    found.add_argument("--seeds", type=int, nargs="+", help="seeds of every arm (default: the lab's)")
+    found.add_argument("--seeds", type=at_least(0), nargs="+", help="seeds of every arm (default: the lab's)")
     found.add_argument("--arms", nargs="+", help="run only these arms")
     found.add_argument("--folder", type=Path, help=f"default: {folder}")
-    found.add_argument("--jobs", type=int, default=1, help="cells that run at the same time")
+    found.add_argument("--jobs", type=at_least(1), default=1, help="cells that run at the same time")
     at_most = "run at most N cells; the next call goes on (0: only report)"
-    found.add_argument("--at-most", type=int, metavar="N", help=at_most)
+    found.add_argument("--at-most", type=at_least(0), metavar="N", help=at_most)
     said: Any = {"metavar": ("KEY", "VALUE"), "help": "change a key of the recipe, for every arm"}
     found.add_argument("--set", nargs=2, action="append", default=[], **said)
     of_difference = "also say how many seeds it takes to see this difference"
@@ -134,6 +135,17 @@ def add_options(found: argparse.ArgumentParser, folder: str) -> None:
         "--dry-run", action="store_true", help="check all, print which cells would run and why, and stop"
     )
     found.add_argument("--run-one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return an option's type: a whole number of ``least`` or more."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}; it must be a whole number of at least {least}")
+        return int(text)
+
+    return read
 
 
 def changes_asked(options: Options) -> dict[str, Any]:
@@ -150,8 +162,8 @@ def run_experiment(experiment: Experiment, options: Options) -> None:
         _run_cell(experiment, experiment.cell(options.run_one[0], int(options.run_one[1]), options), options)
         return
     arms = options.arms or experiment.arms
-    if unknown := sorted({*arms} - {*experiment.arms}):
-        raise ValueError(f"--arms {', '.join(unknown)}: there are {', '.join(experiment.arms)}")
+    if unknown := [arm for arm in arms if arm not in experiment.arms]:
+        raise ValueError(f"--arms: no arm is called {unknown[0]!r}{one_of(unknown[0], experiment.arms)}")
     cells = _cells(experiment, arms, options)
     due = {cell.name: cell.due() for cell in cells}
     runs = any(due.values()) and options.at_most != 0
@@ -167,16 +179,32 @@ def run_experiment(experiment: Experiment, options: Options) -> None:
     failed: list[str] = []
     if runs:
         _print(experiment.power(arms, options))
-        experiment.prepare(options)
-        cells = _cells(experiment, arms, options)
-        failed = _run(experiment, [cell for cell in cells if cell.due()][: options.at_most], options)
+        with _told_what_is_done(experiment, arms, options):
+            experiment.prepare(options)
+            cells = _cells(experiment, arms, options)
+            failed = _run(experiment, [cell for cell in cells if cell.due()][: options.at_most], options)
     _report(experiment, arms, cells, options)
     if failed:
         raise SystemExit(f"not run: {'; '.join(failed)}")
 
 
 def _cells(experiment: Experiment, arms: Sequence[str], options: Options) -> list[LabCell]:
-    return [experiment.cell(arm, seed, options) for seed in options.seeds for arm in arms]
+    seeds = dict.fromkeys(options.seeds)
+    return [experiment.cell(arm, seed, options) for seed in seeds for arm in dict.fromkeys(arms)]
+
+
+@contextmanager
+def _told_what_is_done(experiment: Experiment, arms: Sequence[str], options: Options) -> Iterator[None]:
+    """Context in which a Ctrl-C says how many cells are done."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        from grpo_lab.runs.stop_requests import StoppedByUser  # it imports transformers
+
+        cells = _cells(experiment, arms, options)
+        done = [cell for cell in cells if not cell.due()]
+        said = f"{len(done)} of {len(cells)} cells, in {options.folder}; the same command goes on"
+        raise StoppedByUser(said) from stop
 
 
 def _plan(why: Mapping[str, str]) -> dict[str, str]:

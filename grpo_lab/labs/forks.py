@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from grpo_lab.sandbox.kernel import die_with_parent
+from grpo_lab.signals import handle, put_back
 
 LOCKED = 73
 """Exit code of a cell whose log another process has locked."""
@@ -61,11 +62,18 @@ class CellForks:
 
 
 def serve(modules: Sequence[str]) -> None:
-    """Import ``modules``. Then fork for each line of stdin, wait for the fork, and print its exit code."""
+    """Import ``modules``. Then fork for each line of stdin, wait for the fork, and print its exit code.
+
+    Ctrl-C reaches every process of a terminal: the cell under way ends by it, and after it no other begins.
+    """
+    stopped: list[int] = []
+    handle(lambda number, frame: stopped.append(number), signal.SIGINT)
     for module in modules:
         import_module(module)
     gc.freeze()  # the forks collect their own garbage, not what was imported
     for line in sys.stdin:
+        if stopped:
+            return
         asked = json.loads(line)
         child = os.fork()
         if child == 0:
@@ -78,6 +86,7 @@ def serve(modules: Sequence[str]) -> None:
 def become(program: Sequence[str], words: Sequence[str], log: Path) -> None:
     """Run a program in this fork, as its main module. Its end is this process's."""
     die_with_parent(signal.SIGTERM)
+    put_back({signal.SIGINT: signal.default_int_handler})
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record, changes_asked
 from grpo_lab.labs.tables import draw, table
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
-from grpo_lab.pipelines.runner import entries_of, run_pipeline
+from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
 from grpo_lab.reading import read_json_lines
 from grpo_lab.recipe.yaml import read_yaml, shipped_recipe
 
@@ -46,8 +46,11 @@ def stages_of(options: Options) -> list[dict[str, Any]]:
 
 def prepare(options: Options) -> None:
     """Make the start model that all cells share."""
+    from grpo_lab.runs.console import quiet  # it imports transformers
+
     start = {"name": "start", "output_dir": str(options.folder / "start"), "stages": stages_of(options)[:1]}
-    run_pipeline(pipeline_from(start))
+    with quiet():
+        run_pipeline(pipeline_from(start))
 
 
 def stages_of_cell(arm: str, seed: int, options: Options) -> list[dict[str, Any]]:
@@ -77,7 +80,7 @@ def check(arms: Sequence[str], options: Options) -> dict[str, str]:
     """Check the stages of these arms; return the facts of a dry run. Raises ValueError for an invalid stage."""
     for arm in arms:
         stages = [stages_of(options)[0], *stages_of_cell(arm, 0, options)]
-        entries_of(pipeline_from({"name": arm, "output_dir": str(options.folder), "stages": stages}))
+        plan_of_pipeline(pipeline_from({"name": arm, "output_dir": str(options.folder), "stages": stages}), run=True)
     return {"lab": "over-optimisation, by who taught the proxy", "start": str(options.folder / "start")}
 
 

@@ -55,8 +55,9 @@ from grpo_lab.labs.search_cell import (
 from grpo_lab.labs.search_loop import loop_measured
 from grpo_lab.labs.search_report import report
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
-from grpo_lab.pipelines.runner import entries_of, run_pipeline
+from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
 from grpo_lab.recipe.yaml import read_yaml, shipped_recipe
+from grpo_lab.settings import refuse_unknown
 
 SEARCHES = ("samples", "beam search, PRM", "tree search, votes", "tree search, value", "tree search, PRM")
 VIEWS = ("space", "judges")
@@ -67,22 +68,27 @@ MODELS = "models"
 
 
 def sizes_of(options: Options) -> SearchSizes:
-    """Return the sizes, with the changes of ``--set``."""
-    changes = changes_asked(options)
-    return SearchSizes(**{one.name: changes[one.name] for one in fields(SearchSizes) if one.name in changes})
+    """Return the sizes, with the changes of ``--set``. Raises ValueError for a key that is no size, and has no dot as
+    those of the pipeline have."""
+    changes = {key: value for key, value in changes_asked(options).items() if "." not in key}
+    sizes = [one.name for one in fields(SearchSizes)]
+    refuse_unknown(changes, sizes, "lab 'search'", "or of its pipeline: stages.0.max_steps")
+    return SearchSizes(**changes)
 
 
 def models_of(options: Options) -> dict[str, Any]:
-    """Return the pipeline that makes the models. Changes of ``--set`` that name no size are its own."""
-    names = {one.name for one in fields(SearchSizes)}
-    changes = {key: value for key, value in changes_asked(options).items() if key not in names}
+    """Return the pipeline that makes the models. Changes of ``--set`` with a dot in their key are its own."""
+    changes = {key: value for key, value in changes_asked(options).items() if "." in key}
     recipe = read_yaml(shipped_recipe("lab/search/pipeline.yaml"), changes)
     return {**recipe, "output_dir": str(options.folder / MODELS)}
 
 
 def prepare(options: Options) -> None:
     """Make the models that all cells share."""
-    run_pipeline(pipeline_from(models_of(options)))
+    from grpo_lab.runs.console import quiet  # it imports transformers
+
+    with quiet():
+        run_pipeline(pipeline_from(models_of(options)))
 
 
 def settings_of_cell(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
@@ -93,7 +99,7 @@ def settings_of_cell(arm: str, seed: int, options: Options) -> Mapping[str, Any]
 def check(arms: Sequence[str], options: Options) -> dict[str, str]:
     """Check the sizes and the models' stages; return the facts of a dry run."""
     sizes_of(options)
-    entries_of(pipeline_from(models_of(options)))
+    plan_of_pipeline(pipeline_from(models_of(options)), run=True)
     return {"lab": "search over steps, against samples and beams", "models": str(options.folder / MODELS)}
 
 

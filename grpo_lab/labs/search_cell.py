@@ -83,6 +83,10 @@ class SearchSizes:
     held_out_tokens: Positive = 440
     round_samples: Positive = 16
 
+    def __post_init__(self) -> None:
+        if [*self.budgets] != sorted(set(self.budgets)):
+            raise ValueError(f"`budgets` is {[*self.budgets]}; they must rise")
+
 
 @dataclass(frozen=True)
 class SearchModels:
@@ -206,10 +210,12 @@ def beams_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
     tokens = []
     for budget in sizes.budgets:
         known = []
-        for place in range(len(cell.questions)):
-            fitting = [run[place] for run in runs if run[place][-1].tokens <= budget]
-            greedy = runs[0][place][:1]
-            known.append([greedy, *fitting][-1])
+        for of_problem in zip(*runs, strict=True):
+            own = of_problem[0][:1]  # the greedy solution, which every beam search begins with
+            for found in of_problem:
+                if found[-1].tokens <= budget:
+                    own = found
+            known.append(own)
         right.append(cell.right([best(own) for own in known]))
         tokens.append(fmean(own[-1].tokens for own in known))
     return {"right": right, "tokens": tokens, "had": had_right(cell, known)}

@@ -13,6 +13,7 @@ from typing import Any
 
 from grpo_lab.io import is_local, looks_local
 from grpo_lab.labs.cells import folder_name
+from grpo_lab.recipe.ahead import model_here
 from grpo_lab.recipe.sections import ModelSection, Recipe, template_kwargs_of
 
 Changes = Mapping[str, Any]
@@ -82,6 +83,14 @@ class Starts:
         """Raise ValueError if the given model is a folder, and missing."""
         if looks_local(self.given) and not is_local(self.given):
             raise ValueError(f"`start` is {self.given!r}: no such folder; name a model by `--start`")
+
+    def check_reached(self) -> None:
+        """Raise ValueError if the given model is a hub name that the hub does not give."""
+        if self.given and not is_local(self.given):
+            try:
+                model_here(ModelSection(self.given), here_only=False)
+            except ValueError as error:
+                raise ValueError(f"`start`: {error}") from error
 
     def check(self, arm: str) -> None:
         """Raise ValueError if a cold start is to make the arm's model, and the recipe has none."""

@@ -120,6 +120,9 @@ class ModelGenerator:
     """Generator by a saved model (folder or hub name), in transformers or vLLM. `generator(prompts, n)` returns n
     completions per prompt, in the prompt's form (text or message list). ``made`` counts this process's completions."""
 
+    counted: ClassVar[str] = "problems"
+    """What the prompts are called in lines of progress."""
+
     def __init__(self, model: str, settings: SamplingSettings) -> None:
         check_place(model)
         self.settings = settings
@@ -184,7 +187,12 @@ class ModelGenerator:
             stop.check()  # a stop falls between batches: each is on disk before the next
             return self.written(prompts, n)
 
-        how: Any = {"path": file, "batch_size": self.settings.problems_per_save, "label": label}
+        how: Any = {
+            "path": file,
+            "batch_size": self.settings.problems_per_save,
+            "label": label,
+            "counted": self.counted,
+        }
         how |= {"settings": {**self.identity(), **said}, "rendered": self.rendered}
         return pass_rates(problems, written, reward, self.settings.n_samples, **how)
 
@@ -214,8 +222,8 @@ def with_room(problems: Mapping[int, Problem], generator: ModelGenerator) -> dic
         raise no_room(completion, context)
     if len(fitting) < len(problems):
         console.print(
-            f"left out {len(problems) - len(fitting):,} of {len(problems):,} problems: their prompts leave no room for "
-            f"max_completion_length={completion} tokens in the model's context of {context}"
+            f"left out {len(problems) - len(fitting):,} of {len(problems):,} {generator.counted}: their prompts leave "
+            f"no room for max_completion_length={completion} tokens in the model's context of {context}"
         )
     return fitting
 

@@ -123,6 +123,8 @@ class StepCompleter(ModelGenerator):
     """Generator that goes on with the answer that a prompt has begun: of messages, with the last one, the assistant's.
     The tokens of the beginning stand behind the prompt, as if the model had written them."""
 
+    counted = "beginnings"
+
     def rendered(self, prompt: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         if isinstance(prompt, str):
             return super().rendered(prompt, chat_template_kwargs)

@@ -193,10 +193,10 @@ def first_solutions(
     writer: StepWriter, questions: Sequence[Question], judge: StateJudge | None
 ) -> list[list[FoundSolution]]:
     """Return each problem's greedy solution, which every way to search has from the start."""
-    written = [one for [one] in writer.solutions(questions, 1, 0.0)]
-    texts = [writer.text(one.ids) for one in written]
+    written = [one.ids for [one] in writer.solutions(questions, 1, 0.0)]
+    texts = [writer.text(tokens) for tokens in written]
     values = judged(judge, questions, texts)
-    return [[FoundSolution(text, len(one.ids), value)] for text, one, value in zip(texts, written, values, strict=True)]
+    return [[FoundSolution(*one)] for one in zip(texts, map(len, written), values, strict=True)]
 
 
 def judged(judge: StateJudge | None, questions: Sequence[Question], texts: Sequence[str]) -> list[float]:
@@ -219,32 +219,42 @@ def sampled(
     return found
 
 
+@dataclass
+class Beam:
+    """The beam search of one problem: what it found, the tokens generated so far, and value and tokens of each state
+    that goes on."""
+
+    found: list[FoundSolution]
+    spent: int
+    states: list[tuple[float, Step]] = field(default_factory=lambda: [(0.0, ())])
+
+
 def beam_search(
     writer: StepWriter, questions: Sequence[Question], judge: StateJudge, beam: int, width: int
 ) -> list[list[FoundSolution]]:
     """Keep the best ``beam`` states of each problem, and sample ``width`` next steps of each, until all have ended."""
-    found = first_solutions(writer, questions, judge)
-    spent = [own[0].tokens for own in found]
-    states: list[list[list[int]]] = [[[]] for _ in questions]
-    while any(states):
-        asked = [(place, state) for place, own in enumerate(states) for state in own]
-        groups = writer.steps([questions[place] for place, _ in asked], [state for _, state in asked], width)
-        grown: list[dict[tuple[int, ...], bool]] = [{} for _ in questions]
-        for (place, state), group in zip(asked, groups, strict=True):
+    beams = [Beam(found, found[0].tokens) for found in first_solutions(writer, questions, judge)]
+    while any(own.states for own in beams):
+        asked = [(place, tokens) for place, own in enumerate(beams) for _, tokens in own.states]
+        groups = writer.steps([questions[place] for place, _ in asked], [[*tokens] for _, tokens in asked], width)
+        new: dict[tuple[int, Step], bool] = {}  # equal states are one
+        for (place, tokens), group in zip(asked, groups, strict=True):
             for step, ended in group:
-                spent[place] += len(step)
-                grown[place][(*state, *step)] = ended
-        new = [(place, tokens, ended) for place, own in enumerate(grown) for tokens, ended in own.items()]
-        texts = [writer.text(tokens) for _, tokens, _ in new]
-        values = judge([questions[place] for place, _, _ in new], texts)
-        going_on: list[list[tuple[float, list[int]]]] = [[] for _ in questions]
-        for (place, tokens, ended), text, value in zip(new, texts, values, strict=True):
+                beams[place].spent += len(step)
+                new[place, (*tokens, *step)] = ended
+        texts = [writer.text(tokens) for _, tokens in new]
+        values = judge([questions[place] for place, _ in new], texts)
+        for own in beams:
+            own.states = []
+        for ((place, tokens), ended), text, value in zip(new.items(), texts, values, strict=True):
+            own = beams[place]
             if ended:
-                found[place].append(FoundSolution(text, spent[place], value))
+                own.found.append(FoundSolution(text, own.spent, value))
             else:
-                going_on[place].append((value, list(tokens)))
-        states = [[state for _, state in sorted(own, reverse=True)[:beam]] for own in going_on]
-    return found
+                own.states.append((value, tokens))
+        for own in beams:
+            own.states = sorted(own.states, reverse=True)[:beam]
+    return [own.found for own in beams]
 
 
 @dataclass
@@ -275,7 +285,7 @@ class Judging:
         self.judge: StateJudge | None = judge
 
     def expanded(self, trees: Sequence[SearchTree], nodes: Sequence[Node]) -> None:
-        """StateJudge each tree's new node and the ends among its children; back up the node's value."""
+        """Judge each tree's new node and the ends among its children; back up the node's value."""
         asked = []
         for tree, node in zip(trees, nodes, strict=True):
             asked += [(tree, one) for one in (node, *node.children) if one is node or one.ended]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from grpo_lab.labs.cells import record_file
-from grpo_lab.labs.experiment import program
+from grpo_lab.labs.experiment import Experiment, parser, program, run_experiment
 from grpo_lab.labs.forks import LOCKED, CellForks
 from grpo_lab.labs.tables import spread, table
+from grpo_lab.runs.stop_requests import StoppedByUser
 
 SCRIPT = """
 import os
@@ -65,8 +71,50 @@ def test_cells_run_once_each_in_a_process_of_its_own_and_a_failure_costs_only_it
     assert (
         call("--arms", "no such", "--at-most", "0")
         .stderr.strip()
-        .endswith("--arms no such: there are one, two, breaks")
+        .endswith("--arms: no arm is called 'no such'. Allowed: ['one, two', 'breaks']")
     )
+
+
+def asked(folder: Path, *words: str) -> argparse.Namespace:
+    return parser(None, str(folder)).parse_args(["--folder", str(folder), *words])
+
+
+def test_ctrl_c_says_which_cells_are_done_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    ran: list[int] = []
+
+    def run(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+        if seed == 1 and 1 not in ran:
+            ran.append(seed)
+            raise KeyboardInterrupt
+        ran.append(seed)
+        return {"before": {}, "after": {"a": 1.0}}
+
+    lab = Experiment(["one"], run, lambda found, _: table(found), in_process=True)
+    with pytest.raises(StoppedByUser, match=re.escape(f"1 of 2 cells, in {tmp_path}; the same command goes on")):
+        run_experiment(lab, asked(tmp_path, "--seeds", "0", "1", "0"))
+    run_experiment(lab, asked(tmp_path, "--seeds", "0", "1", "0"))
+    assert ran == [0, 1, 1]  # a seed that is named twice is one cell
+
+
+def test_after_ctrl_c_no_other_cell_begins(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    with CellForks(["json"]) as forks:
+        assert forks.run([str(script)], [], tmp_path / "first") == -signal.SIGINT  # the cell hears it
+        assert "KeyboardInterrupt" in (tmp_path / "first").read_text()
+        os.kill(forks._server.pid, signal.SIGINT)
+        assert forks.run([str(script)], [], tmp_path / "second") != 0
+    assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("words", [["--seeds", "-1"], ["--jobs", "0"], ["--at-most", "two"]])
+def test_an_option_that_is_no_such_number_is_named(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        asked(tmp_path, *words)
+    option, value = words
+    assert f"argument {option}: '{value}'; it must be a whole number of at least " in capsys.readouterr().err
 
 
 def test_a_table_by_hand() -> None:

@@ -40,8 +40,15 @@ def test_changes_reach_the_sizes_or_the_models(tmp_path: Path) -> None:
     LAB.check(LAB.arms, asked)
     with pytest.raises(ValueError, match="problems"):
         sizes_of(options(tmp_path, {"problems": 0}))
-    with pytest.raises(ValueError, match="temperatur"):
-        LAB.check(LAB.arms, options(tmp_path, {"stages.1.temperatur": 1.0}))
+    for key, said in {
+        "stages.1.temperatur": "did you mean 'temperature'",
+        "stages.0.max_stes": "did you mean 'max_steps'",
+        "problms": "lab 'search' has no setting 'problms'; did you mean 'problems'.*or of its pipeline",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            LAB.check(LAB.arms, options(tmp_path, {key: 1}))
+    with pytest.raises(ValueError, match=r"`budgets` is \[150, 50\]; they must rise"):
+        sizes_of(options(tmp_path, {"budgets": [150, 50]}))
 
 
 def test_the_table_by_hand(tmp_path: Path) -> None:

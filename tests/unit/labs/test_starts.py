@@ -47,7 +47,9 @@ LAB: dict[str, Any] = {
 
 
 def asked(folder: Path, **given: Any) -> Namespace:
-    return Namespace(**{"recipe": None, "start": None, "set": [], "arms": None, "folder": folder, **given})
+    return Namespace(
+        **{"recipe": None, "start": None, "set": [], "arms": None, "folder": folder, "dry_run": False, **given}
+    )
 
 
 def lab_of(**said: Any) -> Arms:
@@ -151,6 +153,19 @@ def by_function(arm: str, seed: int, options: Namespace) -> dict[str, Any]:
 def test_a_mistake_of_an_own_start_is_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         lab_of(arms={"own": changes}).check(["own"], asked(tmp_path))
+
+
+def test_a_given_start_that_is_nowhere_is_named_before_a_cell_runs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`start`: 'runs/gone' is neither a folder with a saved model here nor a"):
+        lab_of().check(["shared"], asked(tmp_path, start="runs/gone"))
+    said = lab_of().check(["shared"], asked(tmp_path, start="runs/gone", dry_run=True))
+    assert said["start"] == "runs/gone (a hub name: there is no such folder)"
+
+
+def test_a_lab_for_a_gpu_is_checked_without_one(tmp_path: Path) -> None:
+    of_gpu = {"use_cpu": False, "bf16": True}
+    lab = lab_of(settings={**LAB["settings"], **of_gpu})
+    assert lab.check(["shared"], asked(tmp_path, dry_run=True))["lab"] == LAB["about"]
 
 
 def test_a_function_cannot_change_the_start(made: Path) -> None:
