@@ -37,8 +37,9 @@ def prepare(options):
     with (options.folder / "prepared").open("a") as file:
         file.write("once\\n")
 
-run_experiment(Experiment(["one, two", "breaks"], run, lambda found, _: table(found), prepare), \
-parser(None, "x").parse_args())
+imported = ["grpo_lab.labs.experiment"]
+experiment = Experiment(["one, two", "breaks"], run, lambda found, _: table(found), prepare, imports=imported)
+run_experiment(experiment, parser(None, "x").parse_args())
 """
 
 
