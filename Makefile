@@ -54,7 +54,7 @@ test-thorough: setup  ## what `make test` leaves out (marker `thorough`), numeri
 
 # Another CPU adds in another order. torch's kernels for older ones are on every x86 machine; elsewhere the setting changes nothing.
 NUMERIC := tests/reference/test_oracle.py tests/reference/test_kl_gradients.py \
-	$(addprefix tests/conformance/test_,advantage_rules.py aggregation_rows.py knob_tables.py loss_proof.py preset_rows.py surrogate_rows.py) \
+	$(addprefix tests/conformance/test_,advantage_rules.py aggregation_rows.py loss_proof.py preset_rows.py surrogate_rows.py) \
 	$(addprefix tests/parity/test_,presets.py exact_update.py bf16.py log_probs_at_generation.py position_limit.py) \
 	tests/training/test_own_token_loss.py tests/unit/update/test_model_conditions.py \
 	tests/unit/losses tests/unit/update/test_update_plan_exact.py

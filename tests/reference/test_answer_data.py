@@ -148,7 +148,7 @@ def test_answer_pairs_of_other_peoples_suites(grpo_lab_data: Path, lenient: Accu
     documented("answer_pairs.jsonl", counts)
 
 
-@pytest.mark.thorough(cases="So it is\\n#### %s")
+@pytest.mark.thorough(but="*boxed{%s}")
 @pytest.mark.parametrize("phrasing", PHRASINGS)
 def test_every_gsm8k_gold_is_right_and_every_changed_one_wrong(
     grpo_lab_data: Path, strict: AccuracyReward, phrasing: str

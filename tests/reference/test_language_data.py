@@ -91,6 +91,7 @@ def test_every_ordered_pair(sentences: Sentences) -> None:
     check_pairs(sentences)
 
 
+@pytest.mark.thorough(cases="60")
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [60, 200])
 def test_mixes_of_every_ordered_pair(sentences: Sentences, size: int) -> None:

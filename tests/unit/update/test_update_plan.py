@@ -135,13 +135,22 @@ def test_by_hand(
     assert plan.padding_share == pytest.approx(1 - sum(totals) / computed)
 
 
-def test_swaps_even_out_live_tokens_by_hand() -> None:
-    # Totals 10, 7, 7, 4, two ranks, one round. The cuts {10, 7} {7, 4} cost 20 and 14; no cut has a smaller maximum
-    # ({10} {7, 7, 4}: 21; {10, 7, 7} {4}: 30). Live 17 against 11. The second bin idles for 20 - 14 = 6, so it may hold
-    # two rows of up to 20 / 2 = 10. Swapping a 7 for the 4 leaves {10, 4} = 20 and {7, 7} = 14: live 14 and 14.
-    plan = plan_update(all_live([10, 7, 7, 4]), 2, 100)
-    assert sorted(plan.live_per_rank) == [14, 14]
-    assert plan.step_tokens == 20
+@pytest.mark.parametrize(
+    ("totals", "budget", "live_per_rank", "step_tokens"),
+    [
+        # One round. The cuts {10, 7} {7, 4} cost 20 and 14; no cut has a smaller maximum ({10} {7, 7, 4}: 21;
+        # {10, 7, 7} {4}: 30). Live 17 against 11. The second bin idles for 20 - 14 = 6, so it may hold two rows of up
+        # to 20 / 2 = 10. Swapping a 7 for the 4 leaves {10, 4} = 20 and {7, 7} = 14: live 14 and 14.
+        ([10, 7, 7, 4], 100, (14, 14), 20),
+        # Budget 12 = two rows of 6 or four of 3: 2 + 2 bins, all of 12 tokens, two rounds of 12. A round that paired a
+        # full bin with a half-empty one would wait.
+        ([6] * 4 + [3] * 8, 12, (24, 24), 24),
+    ],
+    ids=["swaps even out live tokens", "like bins run together"],
+)
+def test_two_ranks_by_hand(totals: list[int], budget: int, live_per_rank: tuple[int, int], step_tokens: int) -> None:
+    plan = plan_update(all_live(totals), 2, budget)
+    assert (plan.live_per_rank, plan.step_tokens) == (live_per_rank, step_tokens)
 
 
 def test_the_lighter_rank_gets_the_fuller_bin_by_hand() -> None:
@@ -151,15 +160,6 @@ def test_the_lighter_rank_gets_the_fuller_bin_by_hand() -> None:
     rounds, ranks = assign_bins(np.array([6, 6, 6, 5, 4, 4, 4, 3]), np.array([0, 2, 4, 6]), 2)
     assert rounds.tolist() == [0, 0, 1, 1]
     assert ranks.tolist() == [0, 1, 1, 0]
-
-
-def test_like_bins_run_together() -> None:
-    # Budget 12 = two rows of 6 or four of 3; 4 long and 8 short rows make 2 + 2 bins, all of 12 tokens: with two ranks
-    # two rounds of 12. A round that paired a full bin with a half-empty one would wait.
-    plan = plan_update(all_live([6] * 4 + [3] * 8), 2, 12)
-    assert len(plan.bins[0]) == 2
-    assert plan.step_tokens == 24
-    assert plan.live_per_rank == (24, 24)
 
 
 @pytest.mark.parametrize("rows", [[], [(5, 5, False)], [(5, 5, False)] * 40])

@@ -100,7 +100,7 @@ def test_as_it_is_written(text: str, verdicts: list[bool]) -> None:
     ],
 )  # fmt: skip
 def test_a_hostile_text_costs_its_length(unit: str) -> None:
-    """50 kB of each; what is quadratic in it would take a minute, what is linear half a second."""
+    """50 kB of each: what is quadratic in it takes minutes, what is linear about a second."""
     text = "1 + 1 = " + (unit * (LONG // len(unit) + 1))[:LONG]
     began = time.process_time()
     judged(text)
