@@ -25,10 +25,7 @@ class Layout:
     accumulation: int
 
     def arguments(self, processes: int) -> dict[str, int]:
-        return {
-            "per_device_train_batch_size": self.rows[processes],
-            "gradient_accumulation_steps": self.accumulation,
-        }
+        return {"per_device_train_batch_size": self.rows[processes], "gradient_accumulation_steps": self.accumulation}
 
 
 SPLIT = Layout({1: 4, 2: 2, 4: 1}, accumulation=3)

@@ -76,9 +76,7 @@ def main(model: str, out: str) -> None:
             model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
             reward_funcs=rewards,
             args=LabConfig(
-                **arguments(Path(out) / name, **settings),
-                objective={"name": "grpo", "advantage": rule},
-                update=update,
+                **arguments(Path(out) / name, **settings), objective={"name": "grpo", "advantage": rule}, update=update
             ),
             train_dataset=problems(),
             processing_class=tokenizer,

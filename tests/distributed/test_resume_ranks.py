@@ -43,9 +43,7 @@ def test_sigterm_on_one_rank_makes_both_write(reports: tuple[Path, list[dict[str
         assert report["weights equal after SIGTERM"]
 
 
-def test_a_rank_that_cannot_write_stops_both_and_leaves_nothing(
-    reports: tuple[Path, list[dict[str, Any]]],
-) -> None:
+def test_a_rank_that_cannot_write_stops_both_and_leaves_nothing(reports: tuple[Path, list[dict[str, Any]]]) -> None:
     for report in reports[1]:
         assert "rank 1: OSError: [Errno 28] No space left on device" in report["not written"]
         assert report["left of it"] == []

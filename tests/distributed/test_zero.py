@@ -20,10 +20,7 @@ from distributed.launch import World, train_cases
 from distributed.test_ranks import FEW, first_weights, logged_gaps, relative_difference, rounding
 from parity.harness import ONE_ROW_IN_A_HUNDRED
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")]
 ON_CPUS = {"ACCELERATE_USE_CPU": "false", "DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
 STOP = 2
 SAVED = {

@@ -58,12 +58,7 @@ def command(model: str, port: int, *more: str) -> list[str]:
 
 @contextlib.contextmanager
 def served_from(
-    folder: Path,
-    *more: str,
-    architecture: str = "qwen2",
-    ends: Iterable[int] = (),
-    cold: bool = False,
-    **sizes: Any,
+    folder: Path, *more: str, architecture: str = "qwen2", ends: Iterable[int] = (), cold: bool = False, **sizes: Any
 ) -> Iterator[Served]:
     """A server of a tiny model until the block ends, or it is killed in it. ``more``: words of its command; ``ends``:
     further tokens that end a completion; ``sizes``: of `tiny_model`."""

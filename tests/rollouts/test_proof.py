@@ -12,14 +12,7 @@ from torch import nn
 
 from grpo_lab.engines.forward import forward_logprobs
 from grpo_lab.engines.grouping import EngineFault
-from grpo_lab.engines.weights.proof import (
-    SyncGap,
-    TensorDifference,
-    differing_tensors,
-    judge,
-    sync_gap,
-    tolerance_for,
-)
+from grpo_lab.engines.weights.proof import SyncGap, TensorDifference, differing_tensors, judge, sync_gap, tolerance_for
 from grpo_lab.engines.weights.sync import (
     WeightSyncError,
     copied,

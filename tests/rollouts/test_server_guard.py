@@ -81,14 +81,8 @@ def other_words(model: str, folder: Path) -> str:
     [
         (other_ends, r"end-of-sequence ids are \[\d+\], the trainer's \[7, 9, \d+\]"),
         (other_words, "other tokens behind the same ids"),
-        (
-            lambda _, folder: saved(folder, intermediate_size=96),
-            r"gate_proj\.weight: .*the trainer's \[96, 64\]",
-        ),
-        (
-            lambda _, folder: saved(folder, num_layers=3),
-            r"layers\.2\..*not there, the trainer's",
-        ),
+        (lambda _, folder: saved(folder, intermediate_size=96), r"gate_proj\.weight: .*the trainer's \[96, 64\]"),
+        (lambda _, folder: saved(folder, num_layers=3), r"layers\.2\..*not there, the trainer's"),
     ],
 )
 def test_a_server_of_another_model_is_refused_before_anything_is_loaded(

@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_lab.engines.generators import Completion
-from grpo_lab.engines.thinking_budget import (
-    QWEN3_STOP_TEXT,
-    ThinkingBudget,
-    budgeted_generate,
-    tokens_of_thinking,
-)
+from grpo_lab.engines.thinking_budget import QWEN3_STOP_TEXT, ThinkingBudget, budgeted_generate, tokens_of_thinking
 from rollouts.thinking_oracle import inserted_mask
 
 EOS = "$"

@@ -16,15 +16,7 @@ from grpo_lab.engines.vllm.server import Server, ServerOptions
 from ports import free_port
 from rollouts.checkpoints import servable
 from rollouts.server_runs import odd_share
-from rollouts.thinking_oracle import (
-    TappedTrainer,
-    check_budget_is_obeyed,
-    difference,
-    oracle,
-    questions,
-    run,
-    settings,
-)
+from rollouts.thinking_oracle import TappedTrainer, check_budget_is_obeyed, difference, oracle, questions, run, settings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
