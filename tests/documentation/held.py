@@ -36,10 +36,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "make bench": ("minutes", "every benchmark in short: 13 minutes of both cores"),
     "make bench-*": ("minutes", "a benchmark: 20 minutes of both cores"),
     "python scripts/bench_checkouts.py *": ("minutes", "a benchmark of two checkouts: 10 minutes of a core"),
-    "python scripts/bench_shared_prompts.py*": (
-        "minutes",
-        "a benchmark: 10 minutes",
-    ),
+    "python scripts/bench_shared_prompts.py*": ("minutes", "a benchmark: 10 minutes"),
     "pip install *": ("network", "installs; the extras are looked up in pyproject.toml"),
     # grpo-lab
     "grpo-lab * --help": f"{WHEEL}test_everything_imports_and_help_is_there",
@@ -79,10 +76,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab lab search": (
         "tests/unit/labs/test_search_lab.py::test_the_command_runs_searches_and_views_and_repeats_nothing"
     ),
-    "grpo-lab lab preference": (
-        "minutes",
-        "an experiment, from the models of R1's pipeline",
-    ),
+    "grpo-lab lab preference": ("minutes", "an experiment, from the models of R1's pipeline"),
     "grpo-lab lab capability*": "tests/unit/labs/test_capability.py::test_a_cell_in_short",
     "grpo-lab lab *.yaml": f"{COMPARING}test_a_team_s_lab_by_its_path_as_a_module",
     "grpo-lab lab *": f"{COMPARING}test_every_lab_that_trains_in_small",

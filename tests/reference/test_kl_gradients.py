@@ -23,15 +23,7 @@ from torch import Tensor
 
 from grpo_lab.advantages import GroupMean, LeaveOneOut, reward_to_go
 from grpo_lab.objectives import Clipped, KLTerm, Objective, Reinforce, Unclipped, token_mean
-from reference.categorical import (
-    PREFIX_OF,
-    SEQUENCES,
-    World,
-    cosine,
-    random_logits,
-    relative_error,
-    token_logps,
-)
+from reference.categorical import PREFIX_OF, SEQUENCES, World, cosine, random_logits, relative_error, token_logps
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 """float64, sums of 64 terms in another order."""

@@ -155,8 +155,7 @@ def test_an_address_beyond_this_machine_is_named_and_warned_of() -> None:
 
 
 def test_an_address_of_another_machine_is_refused_before_the_model_is_loaded(
-    a_model: str,
-    capsys: pytest.CaptureFixture[str],
+    a_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "--model", a_model, "--host", "192.0.2.1"]) == 2
     assert "an address of this machine" in capsys.readouterr().err

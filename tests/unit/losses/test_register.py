@@ -385,8 +385,7 @@ def test_whole_responses_by_what_the_surrogate_says() -> None:
         whole_response: ClassVar[bool] = True
 
     with pytest.raises(
-        ValueError,
-        match="`vllm_importance_sampling_mode` is 'token_mask', and objective 'custom' is about whole",
+        ValueError, match="`vllm_importance_sampling_mode` is 'token_mask', and objective 'custom' is about whole"
     ):
         config(objective={"surrogate": Whole}, use_vllm=True, vllm_importance_sampling_mode="token_mask")
     config(objective={"surrogate": Thing}, use_vllm=True, vllm_importance_sampling_mode="token_mask")

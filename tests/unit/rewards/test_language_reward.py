@@ -38,8 +38,7 @@ def score(text: str, target: str = "en", **settings: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("text", "language"),
-    [(ENGLISH, "en"), (FRENCH, "fr"), (CHINESE, "zh"), (TRADITIONAL, "zh"), (JAPANESE, "ja")],
+    ("text", "language"), [(ENGLISH, "en"), (FRENCH, "fr"), (CHINESE, "zh"), (TRADITIONAL, "zh"), (JAPANESE, "ja")]
 )
 def test_one_language(text: str, language: str) -> None:
     assert score(text, language) >= 0.95

@@ -197,10 +197,7 @@ def partitions(items: list[int]) -> list[list[list[int]]]:
     return [
         option
         for one in rest
-        for option in (
-            [[head], *one],
-            *([*one[:k], [head, *one[k]], *one[k + 1 :]] for k in range(len(one))),
-        )
+        for option in ([[head], *one], *([*one[:k], [head, *one[k]], *one[k + 1 :]] for k in range(len(one))))
     ]
 
 
