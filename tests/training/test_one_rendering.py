@@ -66,9 +66,9 @@ def multiply(a: int, b: int) -> int:
 class World:
     """A model, rows, and what every path asks the model for."""
 
-    def __init__(self, folder: Path, told: dict[str, Any], seen: list[list[int]]) -> None:
+    def __init__(self, folder: Path, model: Path, told: dict[str, Any], seen: list[list[int]]) -> None:
         self.folder, self.told, self.seen = folder, told, seen
-        self.model = str(folder / "model")
+        self.model = str(model)
         self.data = {"loader": "rows_of_one_rendering:rows"}
         self.tokenizer = load_tokenizer(ModelSection(path=self.model))
 
@@ -95,32 +95,34 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, grpo_lab_data: Path) -> Path:
-    folder = tmp_path_factory.mktemp("qwen3") / "model"
+def saved(tmp_path_factory: pytest.TempPathFactory, grpo_lab_data: Path) -> dict[str | None, Path]:
+    """Chat template → the folder of a model."""
+    folder = tmp_path_factory.mktemp("qwen3")
     qwen = grpo_lab_data / "tokenizers" / "qwen3"
     model, tokenizer = tiny_model(hidden_size=8, num_layers=1, num_heads=1, tokenizer=qwen)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    found: dict[str | None, Path] = {None: folder / "own", THINKING_TEMPLATE: folder / "hybrid"}
+    for place in found.values():
+        model.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+    (found[THINKING_TEMPLATE] / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    return found
+
+
+read_once = cache(AutoTokenizer.from_pretrained)
 
 
 @pytest.fixture(params=TEMPLATES)
-def world(request: pytest.FixtureRequest, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(
+    request: pytest.FixtureRequest, saved: dict[str | None, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> World:
     template, told = TEMPLATES[request.param]
-    here = tmp_path / "model"
-    here.mkdir()
-    for file in saved.iterdir():
-        (here / file.name).symlink_to(file)
-    if template is not None:
-        (here / "chat_template.jinja").unlink()
-        (here / "chat_template.jinja").write_text(template)
     rows = [{"prompt": prompt, "solution": "7", "worked_solution": "7", "question": str(prompt)} for prompt in BOTH]
     module = f"import json\nfrom datasets import Dataset\ndef rows():\n    return Dataset.from_list({rows!r})\n{TOOL}"
     (tmp_path / "rows_of_one_rendering.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "rows_of_one_rendering", raising=False)
     # seconds each: of reading 150,000 words, and of their hash, by which `Dataset.map` would find what it has made
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", cache(AutoTokenizer.from_pretrained))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", read_once)
     monkeypatch.setattr(Hasher, "hash", lambda *_: secrets.token_hex(8))
     seen: list[list[int]] = []
 
@@ -129,19 +131,22 @@ def world(request: pytest.FixtureRequest, saved: Path, tmp_path: Path, monkeypat
         return [[engines.Completion([151645], True)] * n for _ in prompts]
 
     monkeypatch.setattr(engines.TransformersGenerator, "__call__", answer)
-    return World(tmp_path, told, seen)
+    return World(tmp_path, saved[template], told, seen)
 
 
-def in_training(world: World) -> list[list[int]]:
-    """By TRL's own method and by ours, which must be one."""
+def trainer_of(world: World, model: str, **more: Any) -> LabTrainer:
+    from rows_of_one_rendering import rows
+
     config = LabConfig(
         output_dir=str(world.folder / "t"), report_to="none", bf16=False, use_cpu=True, num_generations=2,
         per_device_train_batch_size=2, max_completion_length=4, chat_template_kwargs=world.told or None,
     )  # fmt: skip
-    from rows_of_one_rendering import rows
+    return LabTrainer(model, lambda completions, **_: [0.0] * len(completions), config, rows(), **more)
 
-    reward = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
-    trainer = LabTrainer(model=world.model, reward_funcs=reward, args=config, train_dataset=rows())
+
+def in_training(world: World) -> list[list[int]]:
+    """By TRL's own method and by ours, which must be one."""
+    trainer = trainer_of(world, world.model)
     stock = GRPOTrainer._tokenize_prompts(trainer, BOTH)[0]
     assert trainer._tokenize_prompts(BOTH)[0] == stock
     return [list(ids) for ids in stock]
@@ -306,10 +311,11 @@ def test_what_decides_the_rendering_is_no_word_to_a_template(name: str, capsys: 
 
 
 @pytest.mark.not_fast(but="own")
+@pytest.mark.parametrize("world", ["own", "no thinking"], indirect=True)
 def test_a_dry_run_renders_a_recipe_s_tools_as_training_does(world: World) -> None:
     """It showed, and evaluations asked, a prompt that the model is never trained on."""
     import trl
-    from rows_of_one_rendering import multiply, rows
+    from rows_of_one_rendering import multiply
 
     knows_tools = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
     model = world.folder / "knows-tools"
@@ -325,11 +331,6 @@ def test_a_dry_run_renders_a_recipe_s_tools_as_training_does(world: World) -> No
         recipe_from(alone)
     recipe = recipe_from({**alone, "evaluation": None})
     shown = ast.literal_eval(first_prompt(numbers_read(recipe), [{"prompt": prompt} for prompt in BOTH], [multiply]))
-    config = LabConfig(
-        output_dir=str(world.folder / "t"), report_to="none", bf16=False, use_cpu=True, num_generations=2,
-        per_device_train_batch_size=2, max_completion_length=4, chat_template_kwargs=world.told or None,
-    )  # fmt: skip
-    reward = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
-    trainer = LabTrainer(str(model), reward, config, rows(), tools=[multiply])
+    trainer = trainer_of(world, str(model), tools=[multiply])
     assert "multiply" in shown
     assert world.tokenizer(shown, add_special_tokens=False)["input_ids"] == trainer._tokenize_prompts(BOTH)[0][0]
