@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -57,6 +58,13 @@ def quick_garbage_collections() -> None:
     has imported by now, that is a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    """Tests share their cores; what a module has asked of torch (``scripts/speedrun.py`` does) ends with it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
-"""Short runs of two trainers, many times over: one thread, and a garbage collector that does not walk torch each
-time."""
+"""Random models that are saved once for all tests of parity."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,14 +27,6 @@ from parity.tiny_vlm import save_tiny_llava
 
 #: a template that TRL knows to parse tool calls of
 TOOL_TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

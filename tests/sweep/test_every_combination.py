@@ -17,7 +17,6 @@ are stored in float32: u·‖w‖/learning rate on top. Nothing here is a number
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,14 +27,6 @@ from sweep.runs import Oracle, Steps, U, Weights, distance, gradient_seen, rate,
 
 CASES = 64
 FAST = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ from grpo_lab import LabConfig
 from grpo_lab.trainer.resume.state import REFERENCE, read_state
 from grpo_lab.trainer.resume.whole import MARK
 from parity.harness import with_entry
-from training.test_resume import TWO_ITERATIONS, TWO_STEPS, assert_same, build, history, one_thread, weights
+from training.test_resume import TWO_ITERATIONS, TWO_STEPS, assert_same, build, history, weights
 
-__all__ = ["one_thread"]  # a fixture
 pytestmark = pytest.mark.slow
 
 IN_LOSS = {"objective": "grpo", "beta": 0.1}

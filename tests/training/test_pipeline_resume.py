@@ -92,10 +92,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (folder / "pipeline_team.py").write_text(TEAM)
     before = Path.cwd()
     os.chdir(folder)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield folder
-    torch.set_num_threads(threads)
     os.chdir(before)
     sys.path[:] = [path for path in sys.path if path != str(folder)]
     sys.modules.pop("pipeline_team", None)

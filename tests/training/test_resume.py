@@ -39,14 +39,6 @@ TWO_STEPS = {"steps_per_generation": 4}  # of 2 micro-batches each
 TWO_ITERATIONS = {"num_iterations": 2}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Judge:
     """Some right, some wrong, some groups dead; remembers the problems of each generation batch."""
 
