@@ -30,7 +30,6 @@ from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.sections import ColdStartSection, EvaluationSection, ModelSection, Recipe, RewardSection
 from grpo_lab.rewards.schedules import Schedule
-from grpo_lab.runs.console import quiet
 from grpo_lab.runs.differences import versions
 from grpo_lab.runs.metrics import MetricsFile
 from grpo_lab.runs.stage import Workspace, console, plain_facts
@@ -183,7 +182,7 @@ def shared_start(
     record = StageRecord.read(start, start.name, "start")
     if record.begin(start, plain, digests_of(plain, {}), ["tokenizer_config.json"]):
         console.print(f"{start}: {record.why}", soft_wrap=True)
-        with quiet(), saving(start):
+        with saving(start):
             make()
         record.status = DONE
         record.write(start)

@@ -218,7 +218,7 @@ def with_room(problems: Mapping[int, Problem], generator: ModelGenerator) -> dic
         return dict(problems)
     room = context - completion
     fitting = {number: one for number, one in problems.items() if len(generator.rendered(one["prompt"])) <= room}
-    if not fitting:
+    if problems and not fitting:
         raise no_room(completion, context)
     if len(fitting) < len(problems):
         console.print(

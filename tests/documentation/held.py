@@ -50,6 +50,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab pipeline resume *": f"{PIPELINE}what_depends_on_a_change_is_done_again_and_nothing_else",
     "grpo-lab pipeline status *": f"{PIPELINE}what_depends_on_a_change_is_done_again_and_nothing_else",
     "grpo-lab pipeline show *": f"{PIPELINE}what_depends_on_a_change_is_done_again_and_nothing_else",
+    "grpo-lab pipeline run recipes/lab/prm/*": "tests/unit/labs/test_prm_lab.py::test_the_pipeline_in_short",
     "grpo-lab pipeline *": (
         "tests/training/test_pipeline_runner.py::test_a_kind_outside_the_package_is_run_by_a_yaml_of_the_docs"
     ),
@@ -77,6 +78,9 @@ HELD: dict[str, str | tuple[str, str]] = {
         "tests/unit/labs/test_search_lab.py::test_the_command_runs_searches_and_views_and_repeats_nothing"
     ),
     "grpo-lab lab preference": ("minutes", "an experiment, from the models of R1's pipeline"),
+    "grpo-lab lab capability --recipe *": (
+        "tests/unit/labs/test_capability.py::test_the_lab_of_a_gpu_is_dry_run_without_one"
+    ),
     "grpo-lab lab capability*": "tests/unit/labs/test_capability.py::test_a_cell_in_short",
     "grpo-lab lab *.yaml": f"{COMPARING}test_a_team_s_lab_by_its_path_as_a_module",
     "grpo-lab lab *": f"{COMPARING}test_every_lab_that_trains_in_small",

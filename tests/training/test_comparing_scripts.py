@@ -106,6 +106,7 @@ def test_a_lab_in_small(run: Any, console: ModuleType, tmp_path: Path) -> None:
         ("language", ["without", "with"]),
         ("objective", ["mirror descent, reset", "Dr.GRPO"]),
         ("sorting", ["inclusion_ordering", "exact"]),
+        ("prm", ["outcome", "model alone"]),
         ("reinforce", ["raw, naive", "only the maximum, clipped"]),
         ("court", ["grpo, 0 old", "grpo, 4 old, bf16"]),
     ],

@@ -75,7 +75,8 @@ def exact(steps: Sequence[str], worked_solution: str) -> list[float]:
 @settings()
 class StepCheck:
     """``lab_prm:StepCheck``: how well a process reward model, and `equation_steps`, tell right lines of ``samples``
-    from wrong ones, by the exact step score. A line that `equation_steps` does not judge counts as right."""
+    from wrong ones, by the exact step score. A line that `equation_steps` does not judge counts as right. F1 is None
+    if all solutions have a wrong line, or none has one."""
 
     leaves: ClassVar[Mapping[str, str]] = {}
     model: str
@@ -101,10 +102,15 @@ class StepCheck:
                 both = [*zip(found, truth, strict=True)]
                 pairs[name].append([pair for own, right in both for pair in zip(own, right, strict=True)])
                 first[name].append([(first_wrong_step(own), first_wrong_step(right)) for own, right in both])
-        return {
-            name: {**step_accuracy(pairs[name]).to_dict(), "F1": first_wrong_f1(first[name]).f1.to_dict()}
-            for name in pairs
-        }
+        return {name: {**step_accuracy(pairs[name]).to_dict(), "F1": f1_of(first[name])} for name in pairs}
+
+
+def f1_of(problems: Sequence[FirstSteps]) -> dict[str, Any] | None:
+    """Return F1 of the first wrong steps; None without solutions of both kinds, as from a start that learnt little."""
+    kinds = {right is None for solutions in problems for _, right in solutions}
+    if len(kinds) < 2:
+        return None
+    return first_wrong_f1(problems).f1.to_dict()
 
 
 def models(options: Options) -> None:

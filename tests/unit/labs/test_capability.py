@@ -167,3 +167,10 @@ def test_a_cell_in_short(lab: str, arm: str, more: dict[str, int], tmp_path: Pat
     assert measured_at({arm: [record]}) == (depths, [1, 8, 32, 128])
     assert set(record["before"].values()) == set(record["after"].values()) == {0.0}
     assert f"| {arm} | 1 | 0.000; 0.000 |" in shipped.report({arm: [record]}, options)
+
+
+def test_the_lab_of_a_gpu_is_dry_run_without_one(tmp_path: Path) -> None:
+    fewer = [[f"cold_start.data.{name}.n", "64"] for name in ("taught", "edge")]
+    asked = {"recipe": "lab/capability/gpu.yaml", "start": None, "set": fewer, "folder": tmp_path, "dry_run": True}
+    said = Arms.read("capability").check(["edge, outcome"], Namespace(**asked))
+    assert said["recipe"].endswith("lab/capability/gpu.yaml")

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from grpo_lab.cli import main
 from grpo_lab.data import word_problems
 from grpo_lab.labs.arms import Arms
 from grpo_lab.labs.experiment import GENERATED
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import entries_of, run_pipeline
+from grpo_lab.recipe.yaml import shipped_recipe
 from grpo_lab.registry import load_named
 from grpo_lab.rewards import EquationSteps
 from step_judge import saved_judge
@@ -109,3 +111,22 @@ def test_the_check_counts_lines_of_unseen_problems(lab: ModuleType, tmp_path: Pa
     assert facts["equation_steps"]["majority"] == 0.5
     assert facts["equation_steps"]["F1"]["value"] == 1.0
     assert facts["model"]["steps"] == 6
+
+
+SHORT = {
+    "stages.0.data.n": 64, "stages.0.max_steps": 40, "stages.0.model.tiny.hidden_size": 24,
+    "stages.0.model.tiny.num_layers": 1, "stages.1.data.n": 4, "stages.1.n_samples": 2,
+    "stages.1.max_completion_length": 32, "stages.2.n_samples": 2, "stages.2.max_completion_length": 16,
+    "stages.3.max_steps": 2, "stages.4.data.n": 4, "stages.4.n_samples": 2, "stages.4.max_completion_length": 32,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_pipeline_in_short(tmp_path: Path) -> None:
+    """A start that has learnt little writes no right solution, and that stops nothing."""
+    recipe = shipped_recipe("lab/prm/pipeline.yaml")
+    words = [word for key, value in SHORT.items() for word in (f"--{key}", str(value))]
+    assert main(["pipeline", "run", str(recipe), "--output_dir", str(tmp_path), *words]) == 0
+    found = json.loads((tmp_path / "check" / "stage.json").read_text())["results"]
+    assert found["model"]["F1"] is None
+    assert found["model"]["steps"] == found["equation_steps"]["steps"] > 0

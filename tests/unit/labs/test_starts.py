@@ -162,12 +162,6 @@ def test_a_given_start_that_is_nowhere_is_named_before_a_cell_runs(tmp_path: Pat
     assert said["start"] == "runs/gone (a hub name: there is no such folder)"
 
 
-def test_a_lab_for_a_gpu_is_checked_without_one(tmp_path: Path) -> None:
-    of_gpu = {"use_cpu": False, "bf16": True}
-    lab = lab_of(settings={**LAB["settings"], **of_gpu})
-    assert lab.check(["shared"], asked(tmp_path, dry_run=True))["lab"] == LAB["about"]
-
-
 def test_a_function_cannot_change_the_start(made: Path) -> None:
     lab = lab_of(arms={"own": "unit.labs.test_starts:by_function"})
     with pytest.raises(ValueError, match=r"`arms\.own` gives \['model\.tiny\.hidden_size'\].*write it in the file"):
