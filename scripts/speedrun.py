@@ -123,11 +123,15 @@ class Target(TrainerCallback):  # type: ignore[misc]
 
 
 def recipe_of(options: argparse.Namespace, seed: int, folder: Path) -> Recipe:
-    """Read the entry's recipe, with a seed for its weights, its problems and its sampling."""
+    """Read the entry's recipe, with a seed for its weights, its problems and its sampling. Raises SystemExit for a
+    mistake in it."""
     seeds = {"seed": seed, "data.seed": seed, "cold_start.data.seed": seed}
     silent = {"output_dir": str(folder), "report_to": "none", "disable_tqdm": True}
     changes = {**changes_asked(options), **seeds, **silent}
-    return numbers_read(read_recipe(ROOT / options.recipe, changes))
+    try:
+        return numbers_read(read_recipe(ROOT / options.recipe, changes))
+    except ValueError as error:
+        raise SystemExit(f"speedrun: error: {error}") from error
 
 
 def broken_rules(recipe: Recipe) -> list[str]:

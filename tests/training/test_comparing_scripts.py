@@ -20,7 +20,7 @@ import pytest
 import forked
 from grpo_lab import cli
 from grpo_lab.labs import experiment
-from grpo_lab.labs.arms import Arms
+from grpo_lab.labs.arms import Arms, shipped_labs
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -91,26 +91,37 @@ def test_a_lab_in_small(run: Any, console: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "curves.png").is_file() or importlib.util.find_spec("matplotlib") is None
 
 
+IN_SMALL = {
+    "bias": ["GRPO without σ", "Dr.GRPO with σ"],
+    "noise": ["true", "wrong labels 30%"],
+    "controls": ["random, unclipped", "inverted"],
+    "entropy": ["entropy target", "annealed target"],
+    "difficulty": ["hardest", "resample"],
+    "kl_training": ["k1 in the reward", "k3 in the loss"],
+    "length": ["no length reward", "large from step 0"],
+    "language": ["without", "with"],
+    "objective": ["mirror descent, reset", "Dr.GRPO"],
+    "sorting": ["inclusion_ordering", "exact"],
+    "prm": ["outcome", "model alone"],
+    "reinforce": ["raw, naive", "only the maximum, clipped"],
+    "court": ["grpo, 0 old", "grpo, 4 old, bf16"],
+}
+"""Lab → arms that are run in small."""
+OF_OTHER_FILES = {"process", "capability", "capability_losses", "capability_bases"}
+NOT_RUN = {
+    "preference": "needs the models of R1's pipeline",
+    "reinforce_discounted": "`reinforce`, discounted",
+}
+
+
+def test_every_lab_that_ships_is_run_in_small() -> None:
+    """Or says why not."""
+    assert {*shipped_labs()} == {*IN_SMALL, *OF_OTHER_FILES, *NOT_RUN}
+
+
 @pytest.mark.thorough(but="controls-arms2")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "arms"),
-    [
-        ("bias", ["GRPO without σ", "Dr.GRPO with σ"]),
-        ("noise", ["true", "wrong labels 30%"]),
-        ("controls", ["random, unclipped", "inverted"]),
-        ("entropy", ["entropy target", "annealed target"]),
-        ("difficulty", ["hardest", "resample"]),
-        ("kl_training", ["k1 in the reward", "k3 in the loss"]),
-        ("length", ["no length reward", "large from step 0"]),
-        ("language", ["without", "with"]),
-        ("objective", ["mirror descent, reset", "Dr.GRPO"]),
-        ("sorting", ["inclusion_ordering", "exact"]),
-        ("prm", ["outcome", "model alone"]),
-        ("reinforce", ["raw, naive", "only the maximum, clipped"]),
-        ("court", ["grpo, 0 old", "grpo, 4 old, bf16"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "arms"), IN_SMALL.items())
 def test_every_lab_that_trains_in_small(
     name: str, arms: list[str], run: Any, console: ModuleType, tmp_path: Path
 ) -> None:

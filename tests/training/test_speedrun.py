@@ -115,6 +115,15 @@ def test_what_is_no_entry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         speedrun.main()
 
 
+def test_a_mistake_in_a_recipe_is_one_line(tmp_path: Path) -> None:
+    for words, said in {
+        ("--set", "learning_rat", "1"): "error: the recipe has no setting 'learning_rat'; did you mean 'learning_rate'",
+        ("--recipe", "gone.yaml"): "error: the recipe is .*gone.yaml': no such file",
+    }.items():
+        with pytest.raises(SystemExit, match=said):
+            speedrun.recipe_of(speedrun.options_of(words), 0, tmp_path)
+
+
 def test_stock_is_asked_only_for_what_trl_has(tmp_path: Path) -> None:
     options = speedrun.options_of(["--stock", "--set", "update.dead_groups", "resample"])
     recipe = speedrun.recipe_of(options, 0, tmp_path)
