@@ -150,8 +150,12 @@ class Arms:
         return next((at for at in (self.folder / name, Path(name)) if at.is_file()), None) or shipped_recipe(name)
 
     def with_changes(self, options: Options, changes: Mapping[str, Any]) -> Recipe:
-        """Read the lab's recipe with ``changes``, and with those that ``--set`` asks for in every arm."""
-        return read_recipe(self.recipe(options), {**changes, **changes_asked(options)})
+        """Read the lab's recipe with ``changes``, and with those that ``--set`` asks for in every arm. An arm that
+        begins from the lab's start has that start's changes of ``model`` already."""
+        asked = changes_asked(options)
+        if changes.get("model") == {"path": str(self.starts(options).lab)}:
+            asked = {name: value for name, value in asked.items() if name.partition(".")[0] != "model"}
+        return read_recipe(self.recipe(options), {**changes, **asked})
 
     def starts(self, options: Options) -> Starts:
         """Return the models that arms begin from."""

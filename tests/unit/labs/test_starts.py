@@ -155,6 +155,14 @@ def test_a_mistake_of_an_own_start_is_named(changes: dict[str, Any], said: str, 
         lab_of(arms={"own": changes}).check(["own"], asked(tmp_path))
 
 
+def test_a_change_of_the_model_for_all_is_that_of_the_lab_s_start(tmp_path: Path) -> None:
+    options = asked(tmp_path, set=[["model.tiny.hidden_size", "16"]])
+    starts = lab_of().starts(options)
+    assert starts.read({}).model.tiny == {**LAB["settings"]["model.tiny"], "hidden_size": 16}
+    assert starts.read(starts.changes_of("further")).model.path == str(tmp_path / "cold_start")
+    lab_of().check(["shared", "further"], options)
+
+
 def test_a_given_start_that_is_nowhere_is_named_before_a_cell_runs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`start`: 'runs/gone' is neither a folder with a saved model here nor a"):
         lab_of().check(["shared"], asked(tmp_path, start="runs/gone"))
