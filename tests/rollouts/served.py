@@ -104,10 +104,22 @@ def children(pid: int) -> list[int]:
 
 
 def kill_all(served: Served) -> None:
-    """As a machine does it that runs out of memory: nobody can say goodbye."""
+    """As a machine does it that runs out of memory: nobody can say goodbye. Then its address is free."""
     for pid in [*children(served.process.pid), served.process.pid]:
         os.kill(pid, signal.SIGKILL)
     served.process.wait()
+    while not is_free(served.port):  # until the last thread of the server has ended
+        time.sleep(0.01)
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 class Again:
@@ -124,6 +136,6 @@ class Again:
             self.process = serve(words, stdout=output, env=os.environ)
 
     def stop(self) -> None:
-        if self.process is not None:
+        if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(timeout=300)
