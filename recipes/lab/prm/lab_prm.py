@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from grpo_lab.rewards.arithmetic import equation_list
 from grpo_lab.rewards.steps import SplitStepReward
 from grpo_lab.runs.stage import Facts, Workspace
 from grpo_lab.settings import settings
-from grpo_lab.stages.sample import OF_A_LINE, check_lines, samples_in
+from grpo_lab.stages.sample import OF_A_LINE, check_lines, read_lines, samples_in
 from grpo_lab.stages.step_labels import solutions_of
 
 MODEL = "rewards/token_classification_steps/mean"
@@ -25,6 +26,10 @@ EXACT = "rewards/exact_steps/mean"
 SMOOTHED = 10
 """Number of steps that a mean of the log is over."""
 NEAR = 0.05
+LABEL = "first_error_step_1based"
+OF_A_LABEL = {"problem": str, "steps": list}
+LONGEST = 4096
+"""Tokens of a labelled solution that a model reads."""
 WEIGHTS: Mapping[str, tuple[float, float, float]] = {
     "outcome": (1.0, 0.0, 0.0),
     "exact and outcome": (1.0, 1.0, 0.0),
@@ -72,37 +77,82 @@ def exact(steps: Sequence[str], worked_solution: str) -> list[float]:
     return scores
 
 
+@dataclass(frozen=True)
+class Marked:
+    """Solutions of one problem, cut into steps, and each step's true score: 1 before the first wrong step, then 0."""
+
+    prompt: Any
+    steps: list[list[str]]
+    truth: list[list[float]]
+
+
 @settings()
 class StepCheck:
     """``lab_prm:StepCheck``: how well a process reward model, and `equation_steps`, tell right lines of ``samples``
-    from wrong ones, by the exact step score. A line that `equation_steps` does not judge counts as right. F1 is None
-    if all solutions have a wrong line, or none has one."""
+    from wrong ones, by the exact step score; and of ``labelled``, if given, by what people said.
+
+    A line that `equation_steps` does not judge counts as right. F1 is None if all solutions have a wrong line, or none
+    has one. A line of ``labelled`` has `problem`, `steps` and `first_error_step_1based` (null: all are right); others
+    are passed over. The model reads those solutions beyond the positions that it learnt.
+    """
 
     leaves: ClassVar[Mapping[str, str]] = {}
     model: str
     samples: str
+    labelled: str | None = None
 
     def plan(self) -> str:
         check_lines(self.samples, "samples", OF_A_LINE)
+        if self.labelled is not None:
+            check_lines(self.labelled, "labelled", OF_A_LABEL)
         return f"{self.model} and equation_steps, on {self.samples}"
 
     def run(self, workspace: Workspace) -> Facts:
-        model = TokenClassificationSteps(self.model)
-        pairs: dict[str, list[list[tuple[float, float]]]] = {"model": [], "equation_steps": []}
-        first: dict[str, list[FirstSteps]] = {"model": [], "equation_steps": []}
-        for sampled in samples_in(Path(self.samples)):
-            steps = [solution.steps for solution in solutions_of(sampled)]
-            truth = [exact(own, sampled.columns["worked_solution"]) for own in steps]
-            holds = [EquationSteps().score_texts("", own) for own in steps]
-            scores: dict[str, list[list[Any]]] = {
-                "model": model.score_all([sampled.prompt] * len(steps), steps, {}),
-                "equation_steps": [[1.0 if score is None else score for score in own] for own in holds],
-            }
-            for name, found in scores.items():
-                both = [*zip(found, truth, strict=True)]
-                pairs[name].append([pair for own, right in both for pair in zip(own, right, strict=True)])
-                first[name].append([(first_wrong_step(own), first_wrong_step(right)) for own, right in both])
-        return {name: {**step_accuracy(pairs[name]).to_dict(), "F1": f1_of(first[name])} for name in pairs}
+        facts = judged(TokenClassificationSteps(self.model), by_exact_score(self.samples))
+        if self.labelled is not None:
+            model = TokenClassificationSteps(self.model, max_length=LONGEST)
+            facts["labelled"] = judged(model, by_people(self.labelled))
+        return facts
+
+
+def by_exact_score(samples: str) -> list[Marked]:
+    """Return the sampled solutions, marked by the exact step score."""
+    problems = []
+    for sampled in samples_in(Path(samples)):
+        steps = [solution.steps for solution in solutions_of(sampled)]
+        truth = [exact(own, sampled.columns["worked_solution"]) for own in steps]
+        problems.append(Marked(sampled.prompt, steps, truth))
+    return problems
+
+
+def by_people(labelled: str) -> list[Marked]:
+    """Return the solutions whose first wrong step people have labelled."""
+    problems = []
+    for row in read_lines(Path(labelled)):
+        if LABEL not in row:
+            continue
+        steps = row["steps"]
+        right = len(steps) if row[LABEL] is None else row[LABEL] - 1
+        truth = [float(place < right) for place in range(len(steps))]
+        problems.append(Marked([{"role": "user", "content": row["problem"]}], [steps], [truth]))
+    return problems
+
+
+def judged(model: TokenClassificationSteps, problems: Sequence[Marked]) -> dict[str, Any]:
+    """Return accuracy, AUC and F1 of the model's scores, and of `equation_steps`."""
+    pairs: dict[str, list[list[tuple[float, float]]]] = {"model": [], "equation_steps": []}
+    first: dict[str, list[FirstSteps]] = {"model": [], "equation_steps": []}
+    for problem in problems:
+        holds = [EquationSteps().score_texts("", own) for own in problem.steps]
+        scores: dict[str, list[list[Any]]] = {
+            "model": model.score_all([problem.prompt] * len(problem.steps), problem.steps, {}),
+            "equation_steps": [[1.0 if score is None else score for score in own] for own in holds],
+        }
+        for name, found in scores.items():
+            both = [*zip(found, problem.truth, strict=True)]
+            pairs[name].append([pair for own, right in both for pair in zip(own, right, strict=True)])
+            first[name].append([(first_wrong_step(own), first_wrong_step(right)) for own, right in both])
+    return {name: {**step_accuracy(pairs[name]).to_dict(), "F1": f1_of(first[name])} for name in pairs}
 
 
 def f1_of(problems: Sequence[FirstSteps]) -> dict[str, Any] | None:

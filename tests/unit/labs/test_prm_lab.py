@@ -106,11 +106,19 @@ def test_the_check_counts_lines_of_unseen_problems(lab: ModuleType, tmp_path: Pa
     (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n")
     stage = {"stage": "lab_prm:StepCheck", "name": "check", "model": str(saved_judge(tmp_path / "judge"))}
     stage["samples"] = str(tmp_path / "samples.jsonl")
+    labels = [{"first_error_step_1based": 2}, {"first_error_step_1based": None}, {}]
+    rows = [{"problem": "2 + 2?", "steps": ["2+2=4", "4+1=6"], **label} for label in labels]
+    (tmp_path / "labelled.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    stage["labelled"] = str(tmp_path / "labelled.jsonl")
+    (tmp_path / "judge" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     facts = run_pipeline(pipeline_from({"output_dir": str(tmp_path / "out"), "stages": [stage]}))["check"]
     assert facts["equation_steps"]["accuracy"]["value"] == pytest.approx(4 / 6)
     assert facts["equation_steps"]["majority"] == 0.5
     assert facts["equation_steps"]["F1"]["value"] == 1.0
     assert facts["model"]["steps"] == 6
+    by_people = facts["labelled"]["equation_steps"]
+    assert by_people["steps"] == 4, "a row without a label is passed over"
+    assert by_people["accuracy"]["value"] == pytest.approx(3 / 4)
 
 
 SHORT = {
