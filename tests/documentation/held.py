@@ -36,7 +36,6 @@ HELD: dict[str, str | tuple[str, str]] = {
     "make bench": ("minutes", "every benchmark in short: 13 minutes of both cores"),
     "make bench-*": ("minutes", "a benchmark: 20 minutes of both cores"),
     "python scripts/bench_checkouts.py *": ("minutes", "a benchmark of two checkouts: 10 minutes of a core"),
-    "python scripts/bench_shared_prompts.py*": ("minutes", "a benchmark: 10 minutes"),
     "pip install *": ("network", "installs; the extras are looked up in pyproject.toml"),
     # grpo-lab
     "grpo-lab * --help": f"{WHEEL}test_everything_imports_and_help_is_there",
@@ -77,7 +76,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab lab search": (
         "tests/unit/labs/test_search_lab.py::test_the_command_runs_searches_and_views_and_repeats_nothing"
     ),
-    "grpo-lab lab preference": ("minutes", "an experiment, from the models of R1's pipeline"),
+    "grpo-lab lab preference": f"{COMPARING}test_the_lab_of_a_preference_model_in_small",
     "grpo-lab lab capability --recipe *": (
         "tests/unit/labs/test_capability.py::test_the_lab_of_a_gpu_is_dry_run_without_one"
     ),

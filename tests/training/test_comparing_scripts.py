@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import forked
 from grpo_lab import cli
@@ -107,16 +108,14 @@ IN_SMALL = {
     "court": ["grpo, 0 old", "grpo, 4 old, bf16"],
 }
 """Lab → arms that are run in small."""
-OF_OTHER_FILES = {"process", "capability", "capability_losses", "capability_bases"}
-NOT_RUN = {
-    "preference": "needs the models of R1's pipeline",
-    "reinforce_discounted": "`reinforce`, discounted",
-}
+OF_THEIR_OWN = {"process", "preference", "capability", "capability_losses", "capability_bases"}
+"""Labs that another test runs in small."""
+NOT_RUN = {"reinforce_discounted": "`reinforce`, discounted"}
 
 
 def test_every_lab_that_ships_is_run_in_small() -> None:
     """Or says why not."""
-    assert {*shipped_labs()} == {*IN_SMALL, *OF_OTHER_FILES, *NOT_RUN}
+    assert {*shipped_labs()} == {*IN_SMALL, *OF_THEIR_OWN, *NOT_RUN}
 
 
 @pytest.mark.thorough(but="controls-arms2")
@@ -137,6 +136,26 @@ def test_every_lab_that_trains_in_small(
         assert set(record["curves"]) == set(lab.said.curves.values())
     drawn = [one for [record] in found.values() for one in record["curves"].values() if one]
     assert drawn
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_the_lab_of_a_preference_model_in_small(
+    run: Any, console: ModuleType, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The models of R1's pipeline, which it begins with, are a tiny one and its untrained classifier."""
+    classifier = AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1)
+    classifier.save_pretrained(tmp_path / "judge")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "judge")
+    pair = {"prompt": "1 + 1?", "chosen": "#### 2", "rejected": "#### 3"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    words = ["lab", "preference", "--seeds", "0", "--folder", str(tmp_path / "out"), "--start", str(tiny_folder)]
+    words += ["--set", "rewards.1.model", str(tmp_path / "judge")]
+    words += ["--set", "rewards.1.comparisons", str(tmp_path / "pairs.jsonl")]
+    assert run(console, *words, *LAB_WORDS, smaller=("--set", "data.n", "64")) == 0
+    found = json.loads((tmp_path / "out" / "records.json").read_text())
+    assert list(found) == ["frozen", "kept in training"]
+    assert all(record["curves"]["rewards/preference_reward/mean"] for [record] in found.values())
 
 
 @pytest.mark.thorough
