@@ -7,6 +7,7 @@ each with its words. ``typed`` reads numbers and switches for classes and functi
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import functools
 import inspect
@@ -49,6 +50,17 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def one_of(name: object, known: Iterable[str]) -> str:
     """Return the words that follow a name that is none of ``known``: the nearest one, and all that are allowed."""
     return f"{did_you_mean(name, known) or '.'} Allowed: {list(known)}"
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of a command's option that is a whole number of ``least`` or more."""
+
+    def whole_number(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text!r}; it must be a whole number of at least {least}")
+        return int(text)
+
+    return whole_number
 
 
 def no_such_setting(key: object, allowed: Iterable[str]) -> str:

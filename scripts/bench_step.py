@@ -4,8 +4,8 @@
     python scripts/bench_step.py --host [--rows 1024]   # what the host does within our update: planning, packing, …
 
 Both train `recipes/quickstart/dr_grpo.yaml`: same start, prompts, rewards, settings; TRL's ``loss_type: dr_grpo`` is
-the same objective. A third side is stock at its best: the micro-batch that is fastest of 32 rows to all 256, each tried
-once. Rounds alternate; the first step of each is not counted. Before that both take three steps on the
+the same objective. A third side is stock at its best: the micro-batch that is fastest of 32 completions to all of a
+step, each tried once. Rounds alternate; the first step of each is not counted. Before that both take three steps on the
 same draws (``rollout: {generate: stock}``), after which their weights must agree; with the draws that are measured,
 mean length and reward are printed beside the times, since a step costs what its completions cost.
 """
@@ -137,7 +137,8 @@ def compare(start: Path, rows: Dataset, options: argparse.Namespace) -> None:
         _, profile = trained("stock", start, rows, options.steps + 1, **settings)
         return sum(by_part(profile.seconds, options.steps).values())
 
-    best = stock_at_its_best(micro_batches(256, MICROS), seconds)
+    completions = read_yaml(RECIPE)["per_device_train_batch_size"]
+    best = stock_at_its_best(micro_batches(completions, MICROS), seconds)
     for one in best.tries:
         print(f"stock in micro-batches of {one['per_device_train_batch_size']}: {one['s']:.3f} s a step")
     gap = refuse_another_training(start, rows, best.settings)

@@ -175,15 +175,12 @@ class Arms:
         return Starts(options.folder, given, own, recipe_with)
 
     def make_ready(self, options: Options) -> None:
-        from grpo_lab.runs.console import quiet  # it imports transformers
-
         starts = self.starts(options)
-        with quiet():
-            for arm in options.arms or self.said.cells:
-                starts.make(arm)
-            options.start = str(starts.lab)
-            if self.said.prepare:
-                load_named(self.said.prepare, "prepare")(options)
+        for arm in options.arms or self.said.cells:
+            starts.make(arm)
+        options.start = str(starts.lab)
+        if self.said.prepare:
+            load_named(self.said.prepare, "prepare")(options)
 
     def settings(self, arm: str, seed: int, options: Options) -> Mapping[str, Any] | None:
         """Return the settings that a cell's numbers depend on: its recipe, without what changes no number. None if the

@@ -26,7 +26,7 @@ from grpo_lab.io import write_whole_text
 from grpo_lab.labs.cells import Found, LabCell, Record, seeds_recorded
 from grpo_lab.labs.forks import LOCKED, CellForks
 from grpo_lab.recipe.yaml import parsed
-from grpo_lab.settings import one_of
+from grpo_lab.settings import at_least, one_of
 from grpo_lab.visible import print_errors_visibly
 
 Options = argparse.Namespace
@@ -137,17 +137,6 @@ def add_options(found: argparse.ArgumentParser, folder: str) -> None:
     found.add_argument("--run-one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return an option's type: a whole number of ``least`` or more."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}; it must be a whole number of at least {least}")
-        return int(text)
-
-    return read
-
-
 def changes_asked(options: Options) -> dict[str, Any]:
     """Read the changes of ``--set``, for ``read_recipe``. Raises ValueError for a value that is no YAML."""
     return {key: parsed(value, f"`--set {key}` {value!r}") for key, value in options.set}
@@ -179,8 +168,11 @@ def run_experiment(experiment: Experiment, options: Options) -> None:
     failed: list[str] = []
     if runs:
         _print(experiment.power(arms, options))
+        from grpo_lab.runs.console import quiet  # it imports transformers
+
         with _told_what_is_done(experiment, arms, options):
-            experiment.prepare(options)
+            with quiet():
+                experiment.prepare(options)
             cells = _cells(experiment, arms, options)
             failed = _run(experiment, [cell for cell in cells if cell.due()][: options.at_most], options)
     _report(experiment, arms, cells, options)

@@ -46,11 +46,8 @@ def stages_of(options: Options) -> list[dict[str, Any]]:
 
 def prepare(options: Options) -> None:
     """Make the start model that all cells share."""
-    from grpo_lab.runs.console import quiet  # it imports transformers
-
     start = {"name": "start", "output_dir": str(options.folder / "start"), "stages": stages_of(options)[:1]}
-    with quiet():
-        run_pipeline(pipeline_from(start))
+    run_pipeline(pipeline_from(start))
 
 
 def stages_of_cell(arm: str, seed: int, options: Options) -> list[dict[str, Any]]:

@@ -85,10 +85,7 @@ def models_of(options: Options) -> dict[str, Any]:
 
 def prepare(options: Options) -> None:
     """Make the models that all cells share."""
-    from grpo_lab.runs.console import quiet  # it imports transformers
-
-    with quiet():
-        run_pipeline(pipeline_from(models_of(options)))
+    run_pipeline(pipeline_from(models_of(options)))
 
 
 def settings_of_cell(arm: str, seed: int, options: Options) -> Mapping[str, Any]:

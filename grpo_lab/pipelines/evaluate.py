@@ -33,7 +33,7 @@ from grpo_lab.recipe.sections import (
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml
 from grpo_lab.registry import modules_beside
 from grpo_lab.runs.folder import LOCK, one_writer
-from grpo_lab.settings import read
+from grpo_lab.settings import at_least, read
 from grpo_lab.visible import visible
 
 _ROWS = ("source", "split", "template")
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     splits = "gsm8k: train, test; humaneval: test; math, mbpp: of its source; file: the file's stem in a folder; "
     add(rows, "--split", f"default: test. {splits}{made}: {', '.join(SPLITS)}")
     add(rows, "--template", f"prompt templates: {', '.join(TEMPLATES)} (default: chat)", nargs="+", dest="templates")
-    add(rows, "--limit", "most problems; of generated rows: how many to generate", type=_at_least_one)
+    add(rows, "--limit", "most problems; of generated rows: how many to generate", type=at_least(1))
     for name, loaders in loader_arguments().items():
         if name not in _ROWS:
             words = []
@@ -321,12 +321,6 @@ def _measures(said: list[str]) -> dict[str, RewardSection]:
     for name, _, reward in (one.partition("=") for one in said):
         found[name] = read(RewardSection, _value(f"measure {name}", reward), f"--measure {name}")
     return found
-
-
-def _at_least_one(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ def first_solutions(
     written = [one.ids for [one] in writer.solutions(questions, 1, 0.0)]
     texts = [writer.text(tokens) for tokens in written]
     values = judged(judge, questions, texts)
-    return [[FoundSolution(*one)] for one in zip(texts, map(len, written), values, strict=True)]
+    return [[FoundSolution(text, len(ids), value)] for ids, text, value in zip(written, texts, values, strict=True)]
 
 
 def judged(judge: StateJudge | None, questions: Sequence[Question], texts: Sequence[str]) -> list[float]:
