@@ -19,7 +19,7 @@ from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record, changes_asked
 from grpo_lab.labs.tables import draw, table
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
-from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
+from grpo_lab.pipelines.runner import entries_of, plan_of_pipeline, run_pipeline
 from grpo_lab.reading import read_json_lines
 from grpo_lab.recipe.yaml import read_yaml, shipped_recipe
 
@@ -74,10 +74,13 @@ def settings(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
 
 
 def check(arms: Sequence[str], options: Options) -> dict[str, str]:
-    """Check the stages of these arms; return the facts of a dry run. Raises ValueError for an invalid stage."""
+    """Check the pipeline, and the stages of these arms; return the facts of a dry run. Raises ValueError for an invalid
+    stage."""
+    asked = read_yaml(shipped_recipe("lab/overoptimisation/pipeline.yaml"), changes_asked(options))
+    unused = options.folder / "pipeline"  # the start and the cells have folders of their own
+    plan_of_pipeline(pipeline_from({**asked, "output_dir": str(unused)}), run=True)
     for arm in arms:
-        stages = [stages_of(options)[0], *stages_of_cell(arm, 0, options)]
-        plan_of_pipeline(pipeline_from({"name": arm, "output_dir": str(options.folder), "stages": stages}), run=True)
+        entries_of(pipeline_from({"name": arm, "output_dir": str(unused), "stages": stages_of_cell(arm, 0, options)}))
     return {"lab": "over-optimisation, by who taught the proxy", "start": str(options.folder / "start")}
 
 

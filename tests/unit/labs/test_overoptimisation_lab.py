@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from grpo_lab.cli import main
 from grpo_lab.labs.overoptimisation import JUDGES, KL, LAST, PAID, PROXY, TRUTH, measured
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,6 +67,17 @@ SMALL: dict[str, Any] = {
     "stages.4.max_completion_length": 8, "stages.4.per_device_train_batch_size": 8, "stages.4.num_generations": 4,
     "stages.4.evaluation.data.n": 4,
 }  # fmt: skip
+
+
+@pytest.mark.not_fast
+def test_a_new_folder_is_planned_and_a_slip_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The start that the cells read is not there yet."""
+    command = ["lab", "overoptimisation", "--folder", str(tmp_path / "out"), "--arms", "people", "form", "--dry-run"]
+    assert main(command) == 0
+    assert "people, seed 0" in capsys.readouterr().out
+    assert main([*command, "--set", "stages.4.max_stes", "4"]) == 2
+    assert "did you mean 'max_steps'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.thorough
