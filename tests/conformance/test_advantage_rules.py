@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.advantages import RULES, advantage_rule, level_of
+from reference import oracle
 from reference.cases import applied, some_lengths
 from tolerance import two_walks
 
@@ -123,6 +124,26 @@ def test_the_rewards_are_left_alone(rule: Applied, row: Row) -> None:
     assert torch.equal(values.nan_to_num(), before.nan_to_num())
 
 
+def test_agrees_with_the_oracle(name: str, rule: Applied, row: Row) -> None:
+    values = rewards(row)
+    if level_of(rule.rule) == "table":
+        values = values.float().double()
+    expected = oracle.advantages(name, values.tolist(), SIZE, lengths=some_lengths(20), **dict(row.knobs))
+    assert rule(values, SIZE).tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_permuting_the_group_permutes_the_advantages(rule: Applied, row: Row) -> None:
+    values, order = rewards(row).view(-1, SIZE), torch.tensor([2, 0, 3, 1])
+    found = rule(values[:, order].flatten(), SIZE, LENGTHS[:, order].flatten()).view(-1, SIZE)
+    torch.testing.assert_close(found, rule(values.flatten(), SIZE).view(-1, SIZE)[:, order], rtol=1e-12, atol=1e-12)
+
+
+def test_permuting_the_groups_permutes_the_advantages(rule: Applied, row: Row) -> None:
+    values, order = rewards(row).view(-1, SIZE), torch.tensor([4, 2, 0, 1, 3])
+    found = rule(values[order].flatten(), SIZE, LENGTHS[order].flatten()).view(-1, SIZE)
+    torch.testing.assert_close(found, rule(values.flatten(), SIZE).view(-1, SIZE)[order], rtol=1e-12, atol=1e-12)
+
+
 def test_whether_other_groups_matter(rule: Applied, row: Row) -> None:
     values = rewards(row)
     alone, together = rule(values[-SIZE:], SIZE, LENGTHS[-1]), rule(values, SIZE)[-SIZE:]
@@ -171,6 +192,22 @@ def test_unscorable_rows_get_exactly_zero(rule: Applied, row: Row) -> None:
     found = rule(values, SIZE)
     assert found.isfinite().all()
     assert found[[0, 5, 18, 19]].tolist() == [0.0] * 4
+
+
+def test_an_unscorable_row_is_as_if_it_were_not_there(rule: Applied, row: Row) -> None:
+    values = rewards(row).view(-1, SIZE)
+    holed = torch.cat([values, torch.full((len(values), 1), math.nan, dtype=torch.float64)], dim=1)
+    lengths = torch.cat([LENGTHS, torch.full((len(values), 1), 9)], dim=1)
+    found = rule(holed.flatten(), SIZE + 1, lengths.flatten()).view(-1, SIZE + 1)
+    torch.testing.assert_close(found[:, :SIZE].flatten(), rule(values.flatten(), SIZE), rtol=1e-12, atol=1e-12)
+
+
+def test_all_unscorable(rule: Applied) -> None:
+    assert rule(torch.full((8,), math.nan), SIZE).tolist() == [0.0] * 8
+
+
+def test_groups_of_one(rule: Applied) -> None:
+    assert rule(torch.tensor([1.0, 2.0, math.nan]), 1).isfinite().all()
 
 
 def test_no_rows(rule: Applied) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_lab.batch import Denominators
 from grpo_lab.objectives import AGGREGATIONS, Aggregation, aggregation
+from reference import oracle
 from reference.cases import COUNTS, DENOMINATORS, random_batch
 from tolerance import sum_gap
 
@@ -70,12 +71,35 @@ def weights(aggregate: Aggregation, loss: Tensor, mask: Tensor, denominators: De
     return torch.autograd.grad(aggregate(loss, mask, denominators), loss)[0]
 
 
+def test_agrees_with_the_oracle(name: str, aggregate: Aggregation) -> None:
+    loss, mask = case()
+    total = int(mask.sum())
+    expected = math.fsum(
+        oracle.token_weight(name, len(row), total, COUNTS) * value
+        for row in ([v for v, take in zip(*pair) if take] for pair in zip(loss.tolist(), mask.tolist()))
+        for value in row
+    )
+    assert aggregate(loss, mask, DENOMINATORS).item() == pytest.approx(expected, rel=1e-12)
+
+
 def test_gives_a_scalar_of_the_losss_kind(aggregate: Aggregation) -> None:
     loss, mask = case()
     for dtype in (torch.float32, torch.float64):
         found = aggregate(loss.to(dtype), mask, DENOMINATORS)
         assert found.shape == ()
         assert found.dtype == dtype
+
+
+def test_gradcheck(aggregate: Aggregation) -> None:
+    loss, mask = case()
+    assert torch.autograd.gradcheck(lambda x: aggregate(x, mask, DENOMINATORS), loss)
+
+
+def test_linear_in_the_loss(aggregate: Aggregation) -> None:
+    (first, mask), (second, _) = case(0), case(1)
+    both = aggregate(3 * first - second, mask, DENOMINATORS)
+    apart = 3 * aggregate(first, mask, DENOMINATORS) - aggregate(second, mask, DENOMINATORS)
+    torch.testing.assert_close(both, apart, rtol=1e-12, atol=1e-14)
 
 
 def test_weights_are_positive_where_selected_and_exactly_zero_elsewhere(aggregate: Aggregation) -> None:
@@ -100,6 +124,15 @@ def test_all_masked_is_a_differentiable_zero(aggregate: Aggregation) -> None:
     mask = torch.zeros(2, 3, dtype=torch.bool)
     assert aggregate(loss, mask, DENOMINATORS).item() == 0.0
     assert (weights(aggregate, loss, mask) == 0).all()
+
+
+def test_permuting_rows_permutes_the_weights(aggregate: Aggregation) -> None:
+    loss, mask = case()
+    order = torch.tensor([3, 1, 4, 0, 2])
+    mixed = loss.detach()[order].requires_grad_()
+    torch.testing.assert_close(
+        weights(aggregate, mixed, mask[order]), weights(aggregate, loss, mask)[order], rtol=0, atol=0
+    )
 
 
 def test_whether_the_cut_into_micro_batches_matters(aggregate: Aggregation, row: Row) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from grpo_lab.advantages import GAE, advantage_rule
 from grpo_lab.batch import LocalRows, RewardTable, TokenBatch
 from grpo_lab.objectives import PRESETS, KLTerm, Objective, Preset, aggregation, preset, surrogate
+from grpo_lab.objectives.ratios import RATIO_LEVELS
 from grpo_lab.trainer.scoring.advantages import last_own
 from reference import oracle
-from reference.cases import COUNTS, DENOMINATORS, applied, oracle_rows, random_batch, rebuilt, unchosen
+from reference.cases import COUNTS, DENOMINATORS, applied, oracle_rows, padded, random_batch, rebuilt, rows_of, unchosen
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
 HIGH = {"dapo": 0.28, "cispo": 5.0}
@@ -84,6 +85,13 @@ LENGTHS = [2, 5, 3, 3, 4, 6]
 def gradient_of(objective: Objective, batch: TokenBatch) -> tuple[float, Tensor]:
     loss = objective.loss(batch, DENOMINATORS)
     return loss.item(), torch.autograd.grad(loss, batch.logps)[0]
+
+
+def test_its_parts_exist(row: Preset) -> None:
+    advantage_rule(row.advantage, **row.knobs)
+    surrogate(row.surrogate)
+    aggregation(row.aggregation)
+    assert row.ratio in RATIO_LEVELS
 
 
 def test_it_says_where_it_comes_from(row: Preset) -> None:
@@ -165,6 +173,33 @@ def test_an_unscorable_completion_has_exactly_no_gradient(name: str) -> None:
     if name in PULLS:
         return
     assert (gradient[5] == 0).all()
+
+
+@pytest.mark.parametrize("kl", KLS, ids=lambda kl: "none" if kl is None else kl.estimator)
+def test_padding_permuting_and_splitting(name: str, row: Preset, kl: KLTerm | None) -> None:
+    point, batch = objective(name, kl), batch_from_rewards(name, REWARDS)
+    loss, gradient = gradient_of(point, rebuilt(batch, row.ratio))
+    wide, wide_gradient = gradient_of(point, padded(batch, row.ratio, 2, math.nan))
+    assert wide == pytest.approx(loss, rel=1e-13)
+    torch.testing.assert_close(wide_gradient[:, :-2], gradient, rtol=1e-13, atol=1e-15)
+    order = torch.tensor([5, 2, 0, 4, 1, 3])
+    torch.testing.assert_close(
+        gradient_of(point, rows_of(batch, row.ratio, order))[1], gradient[order], rtol=1e-13, atol=1e-15
+    )
+    if row.aggregation != "local_token_mean":
+        parts = [order[:1], order[1:4], order[4:]]
+        found = [gradient_of(point, rows_of(batch, row.ratio, part)) for part in parts]
+        assert sum(value for value, _ in found) == pytest.approx(loss, rel=1e-13)
+        torch.testing.assert_close(torch.cat([g for _, g in found]), gradient[order], rtol=1e-13, atol=1e-15)
+
+
+def test_a_flipped_advantage_flips_the_on_policy_gradient(name: str, row: Preset) -> None:
+    batch = batch_from_rewards(name, REWARDS)
+    still = on_policy(batch, row.ratio)
+    _, gradient = gradient_of(objective(name), still)
+    _, flipped = gradient_of(objective(name), rebuilt(still, row.ratio, advantages=-still.advantages))
+    assert torch.equal(flipped, -gradient)
+    assert (gradient != 0).any()
 
 
 def test_a_step_along_the_gradient_makes_the_better_completion_likelier(name: str, row: Preset) -> None:

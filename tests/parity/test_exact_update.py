@@ -30,10 +30,12 @@ from parity.harness import (
     train,
     weight_difference,
 )
-from tolerance import loss_gap
+from tolerance import loss_gap, two_walks
 
 #: terms of size 1 (|Â| ≤ 1, ratios near it), at most 12 rows of 30 tokens in four steps
 LOSS = loss_gap(torch.float32, terms=1.0, additions=12 * 30, steps=4)
+#: TRL's head rounds log-probs to float32 in a float64 model: once, and not in a sum
+FLOAT64 = 6.0 * two_walks(torch.float32, 4)
 #: bnpo's average is that of a micro-batch, which no bin is
 BINNED = [name for name in STOCK if name != "bnpo"]
 
@@ -260,6 +262,18 @@ def test_a_surrogate_that_acts_without_advantage_keeps_all_rows(tiny_folder: Pat
     found = ours(tiny_folder, tmp_path, objective=objective)
     assert set(live_shares(found)) == {1.0}
     check_equal(found, ours(tiny_folder, tmp_path, objective=objective, update="off"))
+
+
+@pytest.mark.not_fast
+@pytest.mark.parametrize("preset", BINNED)
+def test_in_float64_only_the_loss_head_rounds(preset: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Model, gradients and steps in float64; TRL's head makes float32 log-probs (2e-7). The planning in pure float64,
+    where nothing rounds, is in ``tests/unit/update/test_update_plan_exact.py``."""
+    own = LabConfig(**arguments(tmp_path, **by_name(preset)))
+    theirs = GRPOConfig(**arguments(tmp_path), **STOCK[preset])
+    found = train(LabTrainer, own, tiny_folder, dtype=torch.float64)
+    expected = train(GRPOTrainer, theirs, tiny_folder, dtype=torch.float64)
+    assert movement_difference(found, expected) < FLOAT64
 
 
 @pytest.mark.not_fast

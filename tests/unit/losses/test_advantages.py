@@ -118,6 +118,12 @@ def test_deviations_are_the_standard_librarys() -> None:
     assert found == pytest.approx(list(map(statistics.pstdev, known)), rel=1e-14)
 
 
+def test_group_max_of_negative_rewards() -> None:
+    """The best of a bad group is still pushed *down*: its own reward is the delta (the lecture's rule, not a
+    baseline)."""
+    assert GroupMax()(torch.tensor([-2.0, -1.0]), 2).tolist() == [0.0, -1.0]
+
+
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_a_group_with_one_or_no_scorable_completion(rule: str) -> None:
     found = applied(advantage_rule(rule), torch.tensor([2.0, NAN, NAN, NAN]), 2).tolist()

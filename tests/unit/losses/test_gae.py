@@ -1,4 +1,4 @@
-"""``gae``: hand values, a literal float64 loop on ragged masks, the door."""
+"""``gae``: hand values, a literal float64 loop on ragged masks, its two ends, the door."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from grpo_lab.advantages import gae
+from grpo_lab.advantages import gae, reward_to_go
 
 #: at most 40 terms of size ≤ 30 in float64, added in another order
 EXACT = 1e-11
@@ -61,6 +61,19 @@ def test_against_loops(seed: int) -> None:
         expected = literal(rewards[row], values[row], own[row], gamma, lam)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours[row].tolist() == pytest.approx(theirs, rel=0, abs=EXACT)
+
+
+def test_its_two_ends() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(20, 9, dtype=torch.float64, generator=draw) for _ in range(2))
+    mask = torch.rand(20, 9, generator=draw) < 0.7
+    advantages, returns = gae(rewards, torch.zeros_like(values), mask, 0.9, 1.0)
+    assert torch.equal(advantages, reward_to_go(rewards, mask, 0.9))
+    assert torch.equal(returns, advantages)
+    monte_carlo = gae(rewards, values, mask, 0.9, 1.0)[1]  # λ = 1: returns do not depend on the values
+    assert torch.allclose(monte_carlo, reward_to_go(rewards, mask, 0.9), rtol=0, atol=EXACT)
+    one_step = gae(rewards, values, mask, 0.0, 0.7)[0]
+    assert torch.allclose(one_step, (rewards - values).masked_fill(~mask, 0.0), rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,11 @@ LOG2 = math.log(2)
 
 def test_hand_values() -> None:
     """x = log 2 and −log 2: k1 = −x; k2 = x²/2; k3 = 2 − log 2 − 1 and ½ + log 2 − 1. 0 where the policies agree."""
-    for estimator, expected in ((k1, [-LOG2, LOG2]), (k2, [LOG2**2 / 2] * 2), (k3, [1 - LOG2, LOG2 - 0.5])):
+    for estimator, expected in (
+        (k1, [-LOG2, LOG2]),
+        (k2, [LOG2**2 / 2] * 2),
+        (k3, [1 - LOG2, LOG2 - 0.5]),
+    ):
         found = estimator(POLICY, REFERENCE)
         assert found[:, 0].tolist() == pytest.approx(expected, rel=1e-14)
         assert found[:, 1].tolist() == [0.0, 0.0]

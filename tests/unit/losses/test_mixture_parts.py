@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 from collections import Counter
 from dataclasses import replace
@@ -236,3 +237,8 @@ def test_what_cannot_be_of_one_task(reward: Any, said: str) -> None:
         for_task(reward, "a")
     with pytest.raises(ValueError, match="no column 'task'"):
         for_task(parity, "a")(**{name: values for name, values in ROWS.items() if name != "task"})
+
+
+def test_shares_are_exact() -> None:
+    assert math.isclose(sum(Shares([0.1] * 10).shares), 1.0)
+    assert sum(Shares([0.1, 0.2, 0.7]).shares) == 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.batch import RewardTable, TokenBatch, earlier_name
-from grpo_lab.objectives import KLTerm, LiteralRow, Objective, Reinforce, Unclipped, preset, token_mean
+from grpo_lab.objectives import KLTerm, LiteralRow, Objective, Reinforce, Unclipped, fixed_budget, preset, token_mean
 from grpo_lab.trainer.exactness.loss_proof import prove_loss
 from reference.cases import DENOMINATORS, random_batch
 
@@ -57,6 +57,14 @@ def test_a_kl_in_the_reward_or_with_coefficient_zero_adds_nothing_to_the_loss() 
     assert replace(plain, kl=KLTerm(0.1, "k1", "reward")).kl_in_reward is not None
     with pytest.raises(ValueError, match="needs reference log-probs"):
         replace(plain, kl=KLTerm(0.1)).token_loss(batch)
+
+
+def test_a_surrogate_may_give_one_number_a_row() -> None:
+    """``[B, 1]`` is spread over the row's tokens: 3 tokens of 5 → 15 over the budget 9 · 6 rows."""
+    objective = Objective("x", lambda batch: torch.full_like(batch.advantages, 5.0), fixed_budget)
+    batch = random_batch(rows=1, empty_row=False)
+    expected = 5.0 * batch.mask.sum().item() / (6 * 9)
+    assert objective.loss(batch, DENOMINATORS).item() == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

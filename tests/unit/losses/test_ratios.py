@@ -51,6 +51,13 @@ def test_levels_are_a_fixed_list() -> None:
         log_ratio("row", NEW, OLD, MASK)
 
 
+def test_gspo_tokens_move_their_own_ratio_only() -> None:
+    """d e^0.25 of token (0, 1) by its own log-prob is e^0.25 · 1; by its neighbour's 0 (of a geometric mean ½ each)."""
+    logps = NEW.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(log_ratio("sequence_token", logps, OLD, MASK)[0, 1].exp(), logps)
+    assert gradient[0].tolist() == [0.0, pytest.approx(math.exp(0.25), rel=1e-15), 0.0]
+
+
 def _batch(ratio: str, advantages: torch.Tensor) -> TokenBatch:
     draw = torch.Generator().manual_seed(0)
     logps = (-torch.rand(4, 6, generator=draw, dtype=torch.float64) * 3).requires_grad_()
@@ -70,6 +77,16 @@ def test_gspo_token_with_one_advantage_a_row_is_gspo(push: Any) -> None:
         found.append((loss.item(), torch.autograd.grad(loss, batch.logps)[0]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-14)
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-13, atol=1e-16)
+
+
+def test_gspo_token_takes_advantages_per_token() -> None:
+    """Where the advantage is 0 a token gets nothing, although it is part of the row's ratio: not so with `sequence`."""
+    advantages = torch.zeros(4, 6, dtype=torch.float64)
+    advantages[0, 2] = 1.5
+    for level, moved in (("sequence_token", 1), ("sequence", 6)):
+        batch = _batch(level, advantages)
+        (gradient,) = torch.autograd.grad(Unclipped()(batch).expand(4, 6)[batch.mask].sum(), batch.logps)
+        assert int((gradient != 0).sum()) == moved
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab import LabConfig, register_advantage, register_aggregation, register_objective
+from grpo_lab.advantages import GroupZScore
 from grpo_lab.batch import Denominators, TokenBatch, masked_sum
 from grpo_lab.objectives import AGGREGATIONS, SURROGATES, Clipped, DetachedWeight, LiteralRow, Unclipped, is_ours
 from grpo_lab.settings import UnknownSettingError
@@ -113,6 +114,11 @@ def test_as_decorators_and_all_three_together() -> None:
     assert (found.objective.aggregate, found.advantage) == (Scaled(2.0), Spread(3))
     assert (found.names["aggregation"], found.names["advantage"]) == ("Scaled(scale=2.0)", "spread_out(power=3)")
     assert algorithm(objective="plain", advantage={"power": 2.0}).advantage == Spread(2.0)
+
+
+def test_another_point_of_parts_that_are_there() -> None:
+    register_objective("grpo_by_product", "clipped", ratio="product", aggregation="sequence_sum")
+    assert push(objective={"name": "grpo_by_product", "epsilon": 0.3}) == Clipped(0.3)
 
 
 def test_the_same_definition_run_again_takes_the_place_of_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +299,13 @@ def test_a_knob_that_would_do_nothing_is_refused(changes: dict[str, Any], said: 
         config(**changes)
 
 
+@pytest.mark.parametrize("std", ["sample", "population"])
+def test_the_standard_deviation_by_setting(std: str) -> None:
+    found = algorithm(objective={"name": "grpo", "advantage": {"name": "group_zscore", "std": std}})
+    assert found.advantage == GroupZScore(std=std)
+    assert found.names["advantage"] == "group_zscore" + ("" if std == "sample" else "(std=population)")
+
+
 # -- naming a module ---------------------------------------------------------------------------------------------------
 
 MODULE = """
@@ -385,7 +398,8 @@ def test_whole_responses_by_what_the_surrogate_says() -> None:
         whole_response: ClassVar[bool] = True
 
     with pytest.raises(
-        ValueError, match="`vllm_importance_sampling_mode` is 'token_mask', and objective 'custom' is about whole"
+        ValueError,
+        match="`vllm_importance_sampling_mode` is 'token_mask', and objective 'custom' is about whole",
     ):
         config(objective={"surrogate": Whole}, use_vllm=True, vllm_importance_sampling_mode="token_mask")
     config(objective={"surrogate": Thing}, use_vllm=True, vllm_importance_sampling_mode="token_mask")

@@ -95,6 +95,15 @@ def test_cispo_clip_share(ratio: float, advantage: float, cut: bool) -> None:
     assert DetachedWeight(5.0).diagnostics(one(ratio, advantage))["cispo_clip_ratio"].item() is cut
 
 
+def test_by_name_with_its_knobs() -> None:
+    assert surrogate("clipped", epsilon=0.2, epsilon_high=0.28, delta=4.0) == Clipped(0.2, 0.28, 4.0)
+    assert surrogate("cispo", epsilon=0.2, epsilon_high=5.0).bound == DetachedWeight(5.0).bound == 5.0
+    assert surrogate("cispo", epsilon=0.2, epsilon_high=None).bound == 0.2  # TRL's own default, poor as it is
+    assert surrogate("reinforce") == Reinforce()
+    assert surrogate("unclipped") == Unclipped()
+    assert Clipped(0.3).high == 0.3  # without a high end of its own the clip is symmetric
+
+
 def test_the_door() -> None:
     with pytest.raises(ValueError, match=r"`surrogate` is 'cliped'; it must be one of .*clipped"):
         surrogate("cliped")

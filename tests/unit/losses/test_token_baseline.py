@@ -83,6 +83,17 @@ def test_ranks_get_their_slices_of_one_answer(cuts: tuple[int, ...]) -> None:
         torch.testing.assert_close(found, everything[rows, : found.size(1)], rtol=1e-12, atol=1e-12)
 
 
+def test_permuting_a_group_permutes_its_advantages() -> None:
+    table = case(3)
+    order = torch.tensor([2, 0, 3, 1, *range(4, 12)])
+    local = table.local
+    assert local is not None
+    assert local.token_energy is not None
+    mixed = LocalRows(local.rows, local.mask[order], local.lengths[order], token_energy=local.token_energy[order])
+    moved = replace(table, values=table.values[order], lengths=local.mask.sum(1)[order], local=mixed)
+    torch.testing.assert_close(RULE(moved), RULE(table)[order], rtol=1e-12, atol=1e-12)
+
+
 def test_what_it_needs() -> None:
     table = case(0)
     assert level_of(RULE) == "token"

@@ -1,5 +1,5 @@
 """Credit for turns against loops in float64; hand values; what a turn without peers, without a score or without an
-outcome gets; padding and ranks do not matter."""
+outcome gets; padding, ranks and the order of rows do not matter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import turn_oracle as oracle
-from grpo_lab.advantages import StepTable, TurnGAE, advantage_rule, on_own_tokens
+from grpo_lab.advantages import GAE, Process, StepTable, TurnGAE, advantage_rule, gae, on_own_tokens
 from grpo_lab.advantages.returns import DELTAS
 from grpo_lab.batch import LocalRows, RewardTable
 
@@ -112,7 +112,7 @@ def test_an_unscored_turn_keeps_what_came_after_it() -> None:
 
 
 @pytest.mark.parametrize("rule", [*RULES[::3], RULES[-1]], ids=str)
-def test_ranks_and_padding_do_not_matter(rule: dict[str, Any]) -> None:
+def test_ranks_padding_and_the_order_of_rows(rule: dict[str, Any]) -> None:
     scores, outcomes = random_scores(7)
     whole = advantage_rule(**rule)(table(scores, outcomes, size=4))
     wide = advantage_rule(**rule)(table(scores, outcomes, size=4, width=whole.size(1) + 5))
@@ -122,6 +122,12 @@ def test_ranks_and_padding_do_not_matter(rule: dict[str, Any]) -> None:
         mine = advantage_rule(**rule)(table(scores, outcomes, size=4, rows=rows))
         assert torch.equal(mine, whole[rows, : mine.size(1)])
         assert not whole[rows, mine.size(1) :].any()
+    order = [2, 0, 3, 1, 7, 6, 5, 4]
+    moved = advantage_rule(**rule)(table([scores[i] for i in order], [outcomes[i] for i in order], size=4))
+    torch.testing.assert_close(moved, whole[order], rtol=1e-12, atol=1e-12)
+    swapped = [*range(4, 8), *range(4)]
+    groups = advantage_rule(**rule)(table([scores[i] for i in swapped], [outcomes[i] for i in swapped], size=4))
+    torch.testing.assert_close(groups, whole[swapped], rtol=1e-12, atol=1e-12)
 
 
 def test_several_rewards_of_turns_are_added_up_and_others_refused() -> None:
@@ -201,8 +207,26 @@ def test_gae_over_turns(seed: int) -> None:
         assert found[row].tolist() == pytest.approx([expected.get(t, 0.0) for t in range(mask.size(1))], abs=1e-12)
 
 
+def test_gae_of_one_turn_is_gae() -> None:
+    batch = table([[1.0], [None]])
+    assert batch.local is not None
+    rewards, values = torch.randn(2, *batch.local.mask.shape, dtype=torch.float64)
+    held = replace(batch, local=replace(batch.local, rewards=rewards, values=values))
+    expected = gae(rewards, values, batch.local.mask, 0.9, 0.8)[0]
+    torch.testing.assert_close(TurnGAE(0.9, 0.8, 0.5)(held), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(GAE(0.9, 0.8)(held), expected)
+
+
 def test_scores_lie_on_own_tokens() -> None:
     steps = StepTable.of([[(1, 1.0), (4, None), (5, 0.5)], [(2, 2.0)]], 1)
     mask = torch.tensor([[True, False, False, True, True, False], [True, True, True, False, False, False]])
     paid = on_own_tokens(steps, mask)
     assert paid.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.5, 0.0], [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]]
+
+
+def test_turns_differ_from_process_supervision() -> None:
+    """Process pools all scores of a group; here a turn is compared with its like."""
+    scores: list[list[float | None]] = [[1.0, 0.0], [1.0, 0.0]]
+    batch = table(scores)
+    assert not advantage_rule("turn_returns", gamma=0.0)(batch).any()
+    assert Process()(batch).any()
