@@ -115,7 +115,8 @@ def assert_proven(trainer: LabTrainer, steps: int) -> None:
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == steps
     assert max(row["rollout/sync_gap"] for row in rows) < 1e-4  # a proof at every step, or this is a KeyError
-    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+    name = "sampling/sampling_logp_difference/mean"  # of a step whose groups are all dead there is none
+    assert max(row[name] for row in rows if name in row) < 1e-4
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert any(row["grad_norm"] > 0 for row in rows)
 
