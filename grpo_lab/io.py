@@ -40,9 +40,12 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> N
     """Let ``write(partial)`` write a file, and move it to ``path``. A failure leaves ``path`` as it was; ``partial`` is
     ``<name>.part`` beside it.
 
-    Raises OSError if the file, or its folder, cannot be written (``saving``). Other errors of ``write`` pass through.
+    Raises OSError if the file, or its folder, cannot be written (``saving``), or ``path`` is a folder. Other errors of
+    ``write`` pass through.
     """
     place = Path(path)
+    if place.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(place))
     partial = place.with_name(f"{place.name}.part")
     partial.unlink(missing_ok=True)
     os.close(no_link(str(partial), os.O_WRONLY | os.O_CREAT))

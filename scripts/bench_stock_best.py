@@ -58,7 +58,8 @@ class Cell:
 
     def search(self) -> dict[str, Any]:
         """The fastest of stock's settings; ``searched`` has them all."""
-        candidates = [{"micro": micro, **more} for more in liger() for micro in self.args.micros]
+        micros = [micro for micro in self.args.micros if self.args.rows % micro == 0]
+        candidates = [{"micro": micro, **more} for more in liger() for micro in micros]
         best = stock_at_its_best(candidates, lambda **settings: self.side(GRPOTrainer, **settings).seconds)
         self.searched = best.tries
         return best.settings

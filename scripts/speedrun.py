@@ -127,8 +127,8 @@ def recipe_of(options: argparse.Namespace, seed: int, folder: Path) -> Recipe:
     mistake in it."""
     seeds = {"seed": seed, "data.seed": seed, "cold_start.data.seed": seed}
     silent = {"output_dir": str(folder), "report_to": "none", "disable_tqdm": True}
-    changes = {**changes_asked(options), **seeds, **silent}
     try:
+        changes = {**changes_asked(options), **seeds, **silent}
         return numbers_read(read_recipe(ROOT / options.recipe, changes))
     except ValueError as error:
         raise SystemExit(f"speedrun: error: {error}") from error

@@ -166,6 +166,7 @@ def check(manifest, target, python):
     for name, module in modules.items():
         done = subprocess.run(
             [python, "-c", ASK, module, name],
+            cwd=str(target),  # a checkout in the current folder would be imported in place of the kit's package
             env=environment,
             capture_output=True,
             text=True,

@@ -3,9 +3,8 @@
     python tests/golden/record.py [OUT.json]          all settings; those on several ranks are launched by accelerate
     python tests/golden/record.py OUT.json NAME …     some of them, on the ranks that this process was launched with
 
-Each is run wholly in float64 (``in_double``), for numbers that hold on every CPU. Where all are recorded (or with
-``--float32`` behind the names) it is run in float32, too, as a user would, for a checksum that holds to the bit on the
-machine of the record; no test reads it. Completions are scripted: nothing is sampled.
+Each is run wholly in float64 (``in_double``), for numbers that hold on every CPU. Completions are scripted: nothing is
+sampled.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from parity.sampler import NoisySampler, as_with_vllm
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "trajectories.json"
 PROJECTIONS = 4
-FLOAT32 = "--float32"
 #: logged, but of the clock and not of the training
 CLOCK = ("runtime", "per_second", "step_time", "epoch", "flos")
 
@@ -62,11 +60,11 @@ def _cpu_info() -> list[str]:
     return file.read_text().splitlines() if file.is_file() else []
 
 
-def model_in(folder: Path, dtype: torch.dtype) -> Path:
-    return folder / f"{str(dtype).removeprefix('torch.')}-{os.environ.get('RANK', '0')}"
+def model_in(folder: Path) -> Path:
+    return folder / f"model-{os.environ.get('RANK', '0')}"
 
 
-def save_model(folder: Path, dtype: torch.dtype) -> None:
+def save_model(folder: Path) -> None:
     """A real Qwen2 (18 thousand weights) with its tokenizer. Drawn in float64: normal draws in float32 differ between
     CPUs."""
     model, tokenizer = tiny_model("qwen2", hidden_size=16, num_layers=2, num_heads=2)
@@ -75,23 +73,14 @@ def save_model(folder: Path, dtype: torch.dtype) -> None:
         if parameter.dim() > 1:
             parameter.data = 0.25 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
     model.tie_weights()
-    model.to(dtype).save_pretrained(folder)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def record(setting: Setting, folder: Path, in_float32: bool) -> dict[str, Any]:
-    """Train one setting in float64, and in float32 if asked → its record (the same on every rank)."""
-    with everything_in_double():
-        found = run(setting, folder, torch.float64)
-    if in_float32:
-        found["sha256_float32"] = run(setting, folder, torch.float32)["sha256"]
-    return found
-
-
-def run(setting: Setting, folder: Path, dtype: torch.dtype) -> dict[str, Any]:
-    model_folder = model_in(folder, dtype)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype)
+def record(setting: Setting, folder: Path) -> dict[str, Any]:
+    """Train one setting → its record (the same on every rank)."""
+    tokenizer = AutoTokenizer.from_pretrained(model_in(folder))
+    model = AutoModelForCausalLM.from_pretrained(model_in(folder), dtype=torch.float64)
     rollout = ScriptedRollout(range(20, 90), LENGTHS, end_id=tokenizer.eos_token_id, truncated_share=0.2)
     if setting.sampler:
         rollout.sampler_logps = NoisySampler(model)
@@ -135,23 +124,22 @@ def _movement(start: dict[str, Tensor], end: dict[str, Tensor]) -> dict[str, Any
     return {"moved": moved.norm().item(), "towards": (directions @ moved).tolist(), "sha256": digest.hexdigest()}
 
 
-def run_all(names: list[str], folder: Path, in_float32: bool) -> dict[str, Any]:
+def run_all(names: list[str], folder: Path) -> dict[str, Any]:
     """The named settings on the ranks at hand."""
     torch.set_num_threads(1)
     gc.freeze()
     warnings.simplefilter("ignore")
-    for dtype in (torch.float64, torch.float32):  # before ranks know of each other: then only the first one writes
-        save_model(model_in(folder, dtype), dtype)
-    return {setting.name: record(setting, folder, in_float32) for setting in SETTINGS if setting.name in names}
+    save_model(model_in(folder))  # before ranks know of each other: then only the first one writes
+    with everything_in_double():
+        return {setting.name: record(setting, folder) for setting in SETTINGS if setting.name in names}
 
 
-def run_in_world(processes: int, names: list[str], folder: Path, in_float32: bool) -> dict[str, Any]:
+def run_in_world(processes: int, names: list[str], folder: Path) -> dict[str, Any]:
     """The named settings on several ranks, launched by accelerate."""
     from distributed.launch import RECIPES, accelerate_launch
 
     out = folder / f"{processes}.json"
-    words = [str(HERE / "record.py"), str(out), *names, *([FLOAT32] if in_float32 else [])]
-    accelerate_launch(RECIPES / "ddp.yaml", processes, words)
+    accelerate_launch(RECIPES / "ddp.yaml", processes, [str(HERE / "record.py"), str(out), *names])
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -160,14 +148,14 @@ def main(words: list[str]) -> None:
     out, names = Path(words[0]) if words else RECORD, words[1:]
     with tempfile.TemporaryDirectory() as folder:
         if names:
-            found = run_all(names, Path(folder), FLOAT32 in names)
+            found = run_all(names, Path(folder))
             if os.environ.get("RANK", "0") == "0":
                 out.write_text(json.dumps(found))
             return
-        found = run_all([s.name for s in SETTINGS if s.processes == 1], Path(folder), in_float32=True)
+        found = run_all([s.name for s in SETTINGS if s.processes == 1], Path(folder))
         for processes in sorted({s.processes for s in SETTINGS} - {1}):
             names = [s.name for s in SETTINGS if s.processes == processes]
-            found |= run_in_world(processes, names, Path(folder), in_float32=True)
+            found |= run_in_world(processes, names, Path(folder))
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(found[name])}" for name in found)
     out.write_text(f'{{"machine": {json.dumps(machine())},\n"settings": {{\n{lines}\n}}}}\n')
     print(f"{len(found)} trainings written to {out} ({out.stat().st_size / 1024:.0f} KiB)")

@@ -29,10 +29,10 @@ RECORDED: dict[str, Any] = json.loads(RECORD.read_text())
 @pytest.fixture(scope="session")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("golden")
-    records = run_all([setting.name for setting in SETTINGS if setting.processes == 1], folder, in_float32=False)
+    records = run_all([setting.name for setting in SETTINGS if setting.processes == 1], folder)
     for processes in sorted({setting.processes for setting in SETTINGS} - {1}):
         names = [setting.name for setting in SETTINGS if setting.processes == processes]
-        records |= run_in_world(processes, names, folder, in_float32=False)
+        records |= run_in_world(processes, names, folder)
     return records
 
 

@@ -118,6 +118,7 @@ def test_what_is_no_entry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_in_a_recipe_is_one_line(tmp_path: Path) -> None:
     for words, said in {
         ("--set", "learning_rat", "1"): "error: the recipe has no setting 'learning_rat'; did you mean 'learning_rate'",
+        ("--set", "data", "{"): "error: `--set data` .{.: no YAML",
         ("--recipe", "gone.yaml"): "error: the recipe is .*gone.yaml': no such file",
     }.items():
         with pytest.raises(SystemExit, match=said):

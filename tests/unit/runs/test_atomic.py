@@ -58,6 +58,14 @@ def test_a_writer_that_dies_leaves_what_was_there(tmp_path: Path) -> None:
     assert place.read_text() == "old"
 
 
+def test_a_folder_in_the_place_of_a_file_is_said_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    place = tmp_path / "report.html"
+    place.mkdir()
+    with pytest.raises(IsADirectoryError, match="Is a directory"):
+        write_whole_text(place, "a page")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
 def test_only_a_folder_may_know_no_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = os.fsync
 

@@ -60,9 +60,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def unpack(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Not from this checkout, whose packages would be found before those of the kit."""
+    """Called in this checkout, whose grpo_lab must not be taken for the kit's."""
     command = [sys.executable, "-S", str(folder / "unpack.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, env={"PATH": os.environ["PATH"]}, cwd=folder)
+    return subprocess.run(command, capture_output=True, text=True, env={"PATH": os.environ["PATH"]}, cwd=ROOT)
 
 
 def test_it_is_cut_and_says_what_is_in_it(made: Path) -> None:
