@@ -39,7 +39,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (site / name).mkdir(parents=True)
             said = "import no_such_thing_at_all\n" if name == "half_one" else f"SEED = {os.urandom(400).hex()!r}\n"
             (site / name / "__init__.py").write_text(said, encoding="utf-8")
-        (site / "grpo_lab" / "trainer.py").write_text("", encoding="utf-8")
+        (site / "grpo_lab" / "trainer.py").write_text("open(f'{__file__}.imported', 'w').close()", encoding="utf-8")
         (site / "bin").mkdir()
         (site / "bin" / "tool").write_text("never used", encoding="utf-8")
 
@@ -81,6 +81,7 @@ def test_unpacked_it_says_what_imports_and_names_all_that_is_missing(made: Path,
     assert done.returncode == 1
     assert "half-one         -                        no: ModuleNotFoundError: No module named 'no_such" in done.stdout
     assert "missing: half-one, no-torch-here (no-torch-here was not packed" in done.stdout
+    assert (tmp_path / "site" / "packages" / "site-packages" / "grpo_lab" / "trainer.py.imported").exists()
     assert not (tmp_path / "site" / "packages" / "site-packages" / "bin").exists()
     activate = (tmp_path / "site" / "activate").read_text(encoding="utf-8")
     assert f"PYTHONPATH={tmp_path}/site/engine/site-packages:{tmp_path}/site/packages/site-packages" in activate
