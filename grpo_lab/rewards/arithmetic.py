@@ -1,9 +1,10 @@
 r"""Find the equations that a text states, and check each with exact fractions; also rewards made of these checks.
 
-    "4 * $10.00 = $40.00. That makes 40 + 3 = 44."   -> holds, does not
+    "4 * $10.00 = $40.00. That makes 40 + 3 = 44."   -> 4 * 10 = 40 holds, 40 + 3 = 44 does not
     "A = (2 + 3) = 5, B = 4. Then A * B = 5 * 4 = 21" -> 2 + 3 = 5 holds, 5 * 4 = 21 does not
 
-Arithmetic as people and models write it is first put into one plain form (``plain_arithmetic.py``).
+A text is put into one plain form of arithmetic (``plain_arithmetic.py``) and cut into sentences (``judged``). In each
+sentence the arithmetic on both sides of every equals sign is found (``_piece``), computed (``value_of``) and compared.
 
 A chain a = b = c is judged link by link. A name (a capital letter that stands alone) has the value that the text last
 gave it. A link is judged only if both sides can be read as arithmetic, without units, words or unknowns: a checker that
@@ -26,7 +27,8 @@ from grpo_lab.rewards.completion import whole_text
 from grpo_lab.rewards.plain_arithmetic import ABOUT, plain
 from grpo_lab.rewards.steps import SplitStepReward
 
-#: Longest side of an equation that is read, in characters, and deepest nesting in it.
+#: Limits of what is read: characters of one side of an equation, depth of its brackets, size of an exponent, and bits
+#: of a value's numerator and denominator.
 MAX_SIDE = 400
 MAX_DEPTH = 60
 MAX_EXPONENT = 64
@@ -65,8 +67,11 @@ class NotArithmetic(ValueError):
 
 
 def judged(text: str, names: dict[str, Fraction] | None = None) -> list[Equation]:
-    """Return the equations of ``text`` that can be judged, in their order. ``names`` holds the values of names so
-    far. What the text sets is written into it, for the steps that follow."""
+    """Return the equations of ``text`` that can be judged, in their order.
+
+    ``names`` holds the values of the names that earlier steps of a solution have set. Those that ``text`` sets are
+    added to it, for the steps that follow.
+    """
     known = {} if names is None else names
     found: list[Equation] = []
     calculations = "".join(f"{inside}\n" for inside in _CALCULATOR.findall(text))
@@ -79,7 +84,10 @@ def judged(text: str, names: dict[str, Fraction] | None = None) -> list[Equation
 
 def value_of(expression: str, names: dict[str, Fraction] | None = None) -> Fraction:
     """Compute the exact value of an expression such as ``1 + 2*(3 - 4)/5^2``, with brackets of all three kinds.
-    ``2(3)`` and ``-2^2`` are read as on paper. Raises ``NotArithmetic``."""
+
+    ``2(3)`` is a product, and ``-2^2`` is -4, as on paper. A capital letter has its value in ``names``. Raises
+    ``NotArithmetic`` for any other text, and for an expression that is too large.
+    """
     if len(expression) > 4 * MAX_SIDE:
         raise NotArithmetic("too long")
     values: list[Fraction] = []
@@ -113,7 +121,11 @@ def value_of(expression: str, names: dict[str, Fraction] | None = None) -> Fract
 
 
 def _evaluated(node: ast.expr, values: list[Fraction]) -> Fraction:
-    """Evaluate a syntax tree from the left, without recursion along a sum or a row of signs."""
+    """Compute the value of a syntax tree in which the name ``_n_`` stands for ``values[n]``.
+
+    Left operands are followed in a loop, and only right ones by recursion: a long sum, or a long row of signs, is deep
+    on its left and would exceed Python's limit of recursion.
+    """
     operations: list[ast.BinOp | ast.UnaryOp] = []
     while isinstance(node, ast.BinOp | ast.UnaryOp):
         operations.append(node)
@@ -141,6 +153,8 @@ def _evaluated(node: ast.expr, values: list[Fraction]) -> Fraction:
 
 
 def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]:
+    """Judge the links of a chain ``sides[0] = sides[1] = …``. If it sets a name (``A = 2 + 3 = 5``), the value of the
+    last side that can be read goes into ``known``."""
     found: list[Equation] = []
     name: str | None = None
     for place, (before, after) in enumerate(itertools.pairwise(sides)):
@@ -167,6 +181,7 @@ def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]
 
 
 def _value(piece: str | None, known: dict[str, Fraction]) -> Fraction | None:
+    """Return ``value_of`` a piece; None if there is no piece, or it is no arithmetic."""
     try:
         if piece is None:
             return None
@@ -176,8 +191,9 @@ def _value(piece: str | None, known: dict[str, Fraction]) -> Fraction | None:
 
 
 def _same(left: Fraction, right: Fraction, written: str) -> bool:
-    """Return whether both sides are equal, exactly or when rounded as the right side was written (``2/3 = 0.67``).
-    Whole numbers are not rounded. A bare percentage may also stand for its number: ``18 / 450 * 100 = 4%``."""
+    """Return whether both sides are equal, exactly or rounded to the decimals of the right side, which was ``written``
+    so (``2/3 = 0.67``). Nothing is rounded to a whole number. A percentage alone may also stand for its number:
+    ``18 / 450 * 100 = 4%``."""
     if left == right or (re.fullmatch(r"\s*\(\d*\.?\d+/100\)\s*", written) and left == 100 * right):
         return True
     decimals = re.fullmatch(r"[\s(\[{-]*\d*\.(\d+)[\s)\]}]*", written)
@@ -185,8 +201,8 @@ def _same(left: Fraction, right: Fraction, written: str) -> bool:
 
 
 def _about(left: Fraction, right: Fraction, written: str) -> bool:
-    """Return whether ``≈`` holds: the sides differ by less than one unit of the last significant digit written
-    (``10/3 ≈ 3.33``, ``1,234 ≈ 1,200``)."""
+    """Return whether ``≈`` holds: the sides differ by less than one unit of the last significant digit in
+    ``written``, the text of the right side (``10/3 ≈ 3.33``, ``1,234 ≈ 1,200``)."""
     digits = re.fullmatch(r"[\s(\[{+-]*(\d*)\.?(\d*)(/100)?[\s)\]}]*", written)
     if digits is None:
         return left == right
@@ -199,8 +215,8 @@ def _about(left: Fraction, right: Fraction, written: str) -> bool:
 
 
 def _piece(side: str, at_its_end: bool) -> str | None:
-    """Return the arithmetic in ``side`` that touches the equals sign at its end (or start); None if words are part
-    of the sum."""
+    """Return the arithmetic in ``side`` that touches the equals sign, which is at the end of a left side and at the
+    start of a right one; None if there is none, or words are part of the sum."""
     runs: list[list[tuple[int, int]]] = [[]]
     for start, end, kind in _tokens(side):
         if kind == "word":
@@ -215,7 +231,10 @@ def _piece(side: str, at_its_end: bool) -> str | None:
 
 def _cut_in_a_sum(side: str, run: list[tuple[int, int]], runs: list[list[tuple[int, int]]], first: bool) -> bool:
     """Return whether the piece is tied to a word, by an operator or by no space between them (``5 apples + 3``,
-    ``4x - 8``)."""
+    ``4x - 8``).
+
+    ``run`` holds the (start, end) of the piece's tokens in ``side``; ``runs``, those of all pieces between words.
+    """
     if first:
         start, end = run[0]
         if start and not (side[start - 1].isspace() or side[start - 1] in "\"'`*_~:.,"):
@@ -232,6 +251,8 @@ def _cut_in_a_sum(side: str, run: list[tuple[int, int]], runs: list[list[tuple[i
 
 
 def _tokens(side: str) -> Iterator[tuple[int, int, str]]:
+    """Yield (start, end, kind) of each token: a ``number``, ``name`` or ``sign`` of arithmetic, or a ``word``, which is
+    anything else. White space, quotes and marks of emphasis are skipped."""
     place = 0
     while place < len(side):
         match = _TOKEN.match(side, place)
@@ -249,8 +270,8 @@ def _tokens(side: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _balanced(piece: str, first: bool) -> str | None:
-    """Remove outer brackets that have no partner in the piece (``(so 2 + 3``, ``5)``); None if brackets cannot be
-    matched."""
+    """Remove outer brackets that have no partner in the piece: opening ones of a left side (``(2 + 3`` of
+    ``(so 2 + 3 = 5)``), closing ones of a right side (``5)``). None if brackets still do not match."""
     depth, low = 0, 0
     for character in piece:
         depth += (character in _OPEN) - (character in _CLOSE)

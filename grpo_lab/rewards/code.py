@@ -32,7 +32,16 @@ _LOG = logging.getLogger("grpo_lab")
 
 
 def read_tests(value: Any, entry_point: str | None = None) -> Tests:
-    """Return the tests of one row. Raises ValueError with the reason if they cannot be used."""
+    """Read the tests of one row, in any of the forms that data sets use (docs/algorithms/code_reward.md).
+
+    Args:
+        value: the entry of the column ``tests``: Python text with assertions, or cases of input and output, or either
+            of them as JSON.
+        entry_point: name of the function that the tests call, if the row has it in a column of its own.
+
+    Raises:
+        ValueError: the tests cannot be used, with the reason; also if a program that does nothing would pass them.
+    """
     value = _from_text(value)
     if isinstance(value, Mapping) and isinstance(value.get("functional"), str):
         value = value["functional"]
@@ -61,6 +70,7 @@ def read_tests(value: Any, entry_point: str | None = None) -> Tests:
 
 
 def _from_text(value: Any) -> Any:
+    """Parse a text that begins like a list or a mapping, as JSON or as a Python literal; return all else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         for read in (json.loads, ast.literal_eval):
             try:
@@ -71,8 +81,11 @@ def _from_text(value: Any) -> Any:
 
 
 def _columns(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Split ``{"input": [a, b], "output": [c, d]}``, as ``datasets`` gives a list of structs, into cases; one case
-    stays one."""
+    """Split ``{"input": [a, b], "output": [c, d]}``, as ``datasets`` gives a list of structs, into cases.
+
+    A mapping without two lists of one length is a single case; with the key ``inputs`` lists of different lengths
+    raise ValueError.
+    """
     given = _first(value, _INPUT)
     expected = _first(value, _OUTPUT)
     if not isinstance(given, list) or not isinstance(expected, list):
@@ -106,10 +119,11 @@ def _function(case: Mapping[str, Any]) -> str:
 
 
 def _calls(cases: list[Mapping[str, Any]], by_name: bool) -> list[list[Any]]:
-    """Return each case as [arguments, accepted value, …], each packed for the sandbox.
+    """Return for each case [list of arguments, accepted value, further accepted value, …], each packed for the sandbox.
 
-    ``by_name``: the cases themselves say that they are calls. Then a text holds JSON, one argument a line. APPS and
-    TACO put the expected value into a list of one: if every case does so, the value inside is right, too.
+    ``by_name``: the cases themselves say that they are calls of a function, as in APPS and TACO. Then a text holds
+    JSON, one argument a line. These data sets put the expected value into a list of one; if every case does so, the
+    value inside that list is accepted, too.
     """
     calls = [(case["input"], case["output"]) for case in cases]
     if by_name and all(isinstance(given, str) for given, _ in calls):
@@ -123,6 +137,7 @@ def _calls(cases: list[Mapping[str, Any]], by_name: bool) -> list[list[Any]]:
 
 
 def _json_lines(text: Any) -> list[Any]:
+    """Parse each line of a text as JSON; a value that is no text is returned as a list of one."""
     if not isinstance(text, str):
         return [text]
     try:
@@ -132,8 +147,8 @@ def _json_lines(text: Any) -> list[Any]:
 
 
 def _as_text(value: Any, needed: bool = False) -> str:
-    """Write a value as text; a list becomes lines. A missing value is an empty text or, if text is ``needed``, a
-    ValueError."""
+    """Write a value as text; a list becomes lines. None becomes an empty text, or raises ValueError if a text is
+    ``needed``."""
     if isinstance(value, list | tuple):
         return "\n".join(_as_text(one, needed) for one in value)
     if value is None and needed:
@@ -142,7 +157,7 @@ def _as_text(value: Any, needed: bool = False) -> str:
 
 
 class CodeReward:
-    """Reward the last fenced program of a completion (else all of it) by the tests in the row's column ``tests``.
+    """Reward the program in a completion (``program_text``) by the tests in the row's column ``tests``.
 
     Args:
         score: ``"all"``: 1.0 for all tests passed, else 0.0; ``"share"``: the share of tests passed.
@@ -204,8 +219,11 @@ class CodeReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Return the rewards in order; None if a row's tests cannot be used, or nothing was judged. Shares of such
-        rows go to TRL's ``log_metric``."""
+        """Return the rewards in order; None if a row's tests cannot be used, or its program was not judged.
+
+        ``entry_point``: the column with the name of the function that the tests call, if the data set has it. TRL's
+        ``log_metric`` gets the shares of the ends ``limit``, ``unusable`` and ``unjudged``, and the number of walls.
+        """
         if completions is None:
             raise ValueError("CodeReward needs completions=[...]; got none")
         if tests is None:
@@ -221,8 +239,8 @@ class CodeReward:
     def judge(
         self, completions: Sequence[Any], tests: Sequence[Any], entry_point: Sequence[str | None] | None = None
     ) -> list[Trial]:
-        """Judge completions, and return how many tests each passed and how its run ended. Equal programs of equal
-        rows are run once."""
+        """Run the program of each completion against its row's tests, and return how many of them it passed and how it
+        ended. Equal programs with equal tests are run once."""
         if entry_point is None:
             names: list[str | None] = [None] * len(tests)
         else:
@@ -270,6 +288,7 @@ class CodeReward:
 
 
 def _tests_or_why(value: Any, entry_point: str | None) -> Tests | Trial:
+    """Return the tests of a row or, if they cannot be used, a trial that says why."""
     try:
         return read_tests(value, entry_point)
     except ValueError as error:

@@ -27,7 +27,8 @@ from grpo_lab.rewards.noise import draw
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge that says which of two completions is better, with errors; the truth is their quality.
+    """A judge that says which of two completions is better, with simulated errors. Without errors the one of higher
+    quality is better; that is the judge ``truth``, which has ``temperature`` and ``longer`` at 0.
 
     Args:
         temperature: T of people's noise, in units of quality; 0: none.
@@ -49,7 +50,8 @@ class Judge:
     def prefers(
         self, prompt: Any, texts: tuple[Any, Any], qualities: tuple[float, float], lengths: tuple[int, int]
     ) -> bool | None:
-        """Return whether the first of two is preferred; None if they are equally good and there is no noise."""
+        """Return whether the first of two completions is preferred; None if the judge cannot decide, as they are
+        equally good and it has no noise of people. ``lengths`` may be in any unit."""
         first = json.dumps(texts[0], sort_keys=True, default=str) <= json.dumps(texts[1], sort_keys=True, default=str)
         of = [self.seed, prompt, *(texts if first else reversed(texts))]
         if lengths[0] != lengths[1] and draw("longer", *of) < self.longer:
@@ -69,11 +71,11 @@ class Judge:
         lengths: Sequence[int],
         most: int | None = None,
     ) -> list[tuple[int, int]]:
-        """Return pairs (preferred, other) of places in ``completions``, which answer one prompt: the first ``most``
-        that the judge decides, or all of them.
+        """Compare the completions of one prompt, and return pairs (preferred, other) of indices into ``completions``.
 
-        The seed draws the order in which pairs are judged; noise does not change it. A completion whose quality is
-        None or NaN is in no pair, and two equal completions make none.
+        Pairs are judged in a random order that follows from the seed and the prompt, not from the noise, until
+        ``most`` of them are decided (None: all). A completion whose quality is None or NaN is in no pair, and two
+        equal completions make none.
         """
         known = [place for place, one in enumerate(qualities) if one is not None and not math.isnan(one)]
         different = [two for two in combinations(known, 2) if completions[two[0]] != completions[two[1]]]

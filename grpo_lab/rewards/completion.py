@@ -16,7 +16,7 @@ _FENCE = re.compile(r"^([ \t]{0,8})(`{3,}|~{3,})[ \t]*([^\s`]{0,30})")
 _PYTHON = re.compile(r"\{?\.?(?:i?python|py)[\d.]*\}?")
 _QUOTES = re.compile(r"\"\"\"|'''")
 _LOOK_AHEAD = 400
-"""A fence inside a text in triple quotes belongs to that text only if the text ends within this many lines."""
+"""A fence inside a string in triple quotes belongs to that string only if the string ends within this many lines."""
 
 
 class RowReward(ABC):
@@ -79,6 +79,7 @@ def prompt_text(prompt: Any) -> str:
 
 
 def _content_text(content: Any) -> str:
+    """Return the text of a message's content, which is a text, None, or a list of parts with their types."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -96,8 +97,8 @@ def reasoning_of(text: str) -> str:
     """Return all ``<think>…</think>`` contents of ``text``, in order; the whole text if there is no tag.
 
     A block with one tag counts, too. Without its opening tag (many chat templates write that into the prompt) it begins
-    with the text. Without its closing tag (stopped by the token budget) it ends with the text. An empty block is empty
-    reasoning: text outside the tags is not taken for reasoning.
+    where the text begins. Without its closing tag (stopped by the token budget) it reaches to the end of the text. An
+    empty block is empty reasoning: text outside the tags is not taken for reasoning.
     """
     if THINK not in text and END_OF_THINK not in text:
         return text
@@ -117,8 +118,17 @@ def parsed_reasoning(completion: Any) -> str | None:
 
 
 def whole_text(completion: Any, ids: Sequence[int] | None = None, tokenizer: Any = None, opening: str = THINK) -> str:
-    """Return a completion as the model wrote it, with its reasoning in tags. A parsed message is decoded from its
-    token ids. Without these or the tokenizer, its parts are put together again, behind the tag ``opening``."""
+    """Return a completion as the model wrote it, with its reasoning in tags.
+
+    TRL's response parsing moves the reasoning of a message out of its content. Such a message is decoded from its token
+    ids. Without these or the tokenizer, its parts are joined again: ``opening``, reasoning, ``</think>``, content.
+
+    Args:
+        completion: a text, or a list of messages, of which the last one is read.
+        ids: the completion's token ids.
+        tokenizer: the one that made them.
+        opening: tag to put before joined reasoning; empty if the prompt has opened it.
+    """
     text = completion_text(completion)
     if isinstance(completion, str):
         return text
@@ -133,8 +143,8 @@ def whole_text(completion: Any, ids: Sequence[int] | None = None, tokenizer: Any
 
 
 def reasoning_in(completion: Any, untagged: bool = True) -> str:
-    """Return the reasoning of a completion: a string, or messages, parsed or not. ``untagged``: a text without a tag
-    is all reasoning; otherwise it is none."""
+    """Return the reasoning of a completion: what TRL's response parsing has found, else what is between thinking tags.
+    A completion without either is reasoning as a whole if ``untagged``, else it has none (an empty text)."""
     reasoning = parsed_reasoning(completion)
     if reasoning is not None:
         return reasoning
@@ -154,11 +164,11 @@ def reflects(text: str) -> bool:
 
 
 def program_text(completion: str) -> str:
-    """Return the program in a completion: the last block fenced as Python, else without a language, else any; else the
-    last ``<answer>``; else all.
+    """Return the program in a completion: the last fenced block in Python, else the last without a language, else the
+    last of any language; without blocks the inside of the last closed ``<answer>``, else the whole text.
 
-    Text before the last ``</think>`` is ignored. A last fence that is never closed reaches to the end, or to a line
-    that ends with the closing fence. A byte order mark is removed.
+    Text before the last ``</think>`` is ignored. A last block that is never closed reaches to the end of the text, or
+    to a line that ends with the closing fence. A byte order mark is removed.
     """
     text = completion.rpartition(END_OF_THINK)[2]
     blocks = fenced_blocks(text)
@@ -172,8 +182,8 @@ def program_text(completion: str) -> str:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """Return (language in lower case, inside) of every fenced block, in order; the indentation of a fence is taken off
-    its block.
+    """Return (language in lower case, inside) of every fenced block, in order. The indentation of the opening fence is
+    removed from the lines of its block.
 
     In a block of Python, a fence inside a triple-quoted string is part of that string. Outside of one, a fence with a
     language begins a new block, and the block before it ends there.
@@ -187,9 +197,19 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 class _Blocks:
+    """Reads fenced blocks line by line, and collects (language, inside) of each in ``found``.
+
+    Attributes:
+        fences: for each line the fence that it begins with, or None.
+        opened: the fence of the block that is being read; None outside of blocks.
+        inside: the lines of that block so far.
+        quote: the triple quote that is open in that block, or an empty text.
+        text_until: a line up to which that open quote is known to reach.
+    """
+
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
-        # no backtick may follow a fence in its line: in the pattern that would cost the square of a line of spaces
+        # what has a backtick later in its line is no fence; the pattern would need quadratic time to look for one
         found = ((line, _FENCE.match(line)) for line in lines)
         self.fences = [None if one is None or "`" in line[one.end() :] else one for line, one in found]
         self.found: list[tuple[str, str]] = []
@@ -199,6 +219,7 @@ class _Blocks:
         self.text_until = -1
 
     def read_line(self, place: int) -> None:
+        """Read line ``place``: it opens a block, closes the open one, or belongs to it."""
         line = self.lines[place]
         fence = self.fences[place]
         opened = self.opened
@@ -242,11 +263,11 @@ class _Blocks:
         self._close(opened)
 
     def _ends_its_text(self, place: int) -> bool:
-        """Return whether the triple quotes around line ``place`` are closed later, outside of blocks that name a
-        language."""
+        """Return whether the triple quote that is open at line ``place`` is closed in one of the next lines. Lines of
+        blocks that name a language are passed over."""
         if place < self.text_until:
             return True
-        apart = False  # inside another block
+        apart = False  # inside a block that names its language
         for there in range(place + 1, min(len(self.lines), place + _LOOK_AHEAD)):
             fence = self.fences[there]
             if fence:
@@ -258,7 +279,7 @@ class _Blocks:
 
 
 def answer_block(completion: str) -> str:
-    """Return the inside of the last ``<answer>``, else the last fenced block, else all.
+    """Return the inside of the last ``<answer>``, else the last fenced block, else the whole text.
 
     Text before the last ``</think>`` is ignored; an ``<answer>`` that is never closed reaches to the end.
     """
@@ -277,7 +298,8 @@ _LAYOUTS = {
     "think": (_TAGS[:2], [[False, True, True]]),
     "modes": (_TAGS[:2], [[False, True, True], [False, False, True]]),
 }
-"""Form → its tags in order, and for each layout which of the texts around the tags are non-empty."""
+"""Form → its tags in order, and the layouts that it allows. A layout says for the text before, between and after the
+tags, in order, whether it holds more than white space."""
 
 
 class ThinkFormatReward(RowReward):
@@ -301,7 +323,7 @@ class ThinkFormatReward(RowReward):
 
     __name__ = "think_format_reward"
     reads_tokens: ClassVar[bool] = True
-    """`LabTrainer` gives its tokenizer to such a reward."""
+    """Whether the reward reads tokens: `LabTrainer` then sets `tokenizer` to its own."""
     tokenizer: Any = None
 
     def __init__(
@@ -318,7 +340,7 @@ class ThinkFormatReward(RowReward):
         self.think_opened = think_opened
 
     def texts(self, completions: Sequence[Any], completion_ids: Sequence[Any] | None) -> list[str]:
-        """Return the completions as the model wrote them."""
+        """Return the completions as the model wrote them, with the tags of their reasoning (`whole_text`)."""
         if completion_ids is None:
             ids: Sequence[Any] = [None] * len(completions)
         else:

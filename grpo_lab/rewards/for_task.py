@@ -23,10 +23,10 @@ COLUMN = "task"
 
 
 def for_task(reward: Any, task: str) -> Any:
-    """Return ``reward`` as that of the rows of ``task``, called ``task/name``. It may score completions (also as an
-    ``async def``) or groups.
+    """Wrap ``reward`` so that it scores the rows of ``task`` only; the wrapper's name is ``task/name``.
 
-    Raises ValueError for a reward model, which reads every row, and for a reward of steps.
+    ``reward`` may score completions (also as an ``async def``) or groups. Raises ValueError for a reward model, which
+    TRL applies to every row, and for a reward of steps.
     """
     if isinstance(reward, str) or not callable(reward) or hasattr(reward, "state_dict"):
         raise ValueError(
@@ -48,19 +48,20 @@ def for_task(reward: Any, task: str) -> Any:
 
 
 def name_of(reward: Any) -> str:
-    """Return the name of a reward, a ``partial`` as its function's."""
+    """Return the name of a reward; a ``partial`` has the name of its function."""
     while isinstance(reward, partial):
         reward = reward.func
     return str(getattr(reward, "__name__", type(reward).__name__))
 
 
 class _Wrapped:
-    """Has the attributes of the reward inside, but for its name; the tokenizer that a trainer gives it goes there."""
+    """Base class of wrappers around a reward. An attribute that the wrapper lacks is read from the reward inside; a
+    tokenizer that a trainer sets is set on the reward inside."""
 
     reward: Any
 
     def __getattr__(self, name: str) -> Any:
-        if name == "reward" or name.startswith("__"):  # while it is unpickled there is none inside yet
+        if name == "reward" or name.startswith("__"):  # unpickling asks before there is a reward inside
             raise AttributeError(name)
         inside = self.reward
         while isinstance(inside, partial):
@@ -92,7 +93,7 @@ class ForTask(_Wrapped):
         return self._spread(mine, found, inputs)
 
     def _own(self, inputs: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
-        """Return the numbers of the task's rows, and what the reward gets of them."""
+        """Return the indices of the task's rows, and the keyword arguments of the reward with these rows only."""
         rows = len(inputs["completions"])
         tasks = inputs.get(COLUMN)
         if tasks is None:
@@ -103,7 +104,7 @@ class ForTask(_Wrapped):
             for name, values in inputs.items()
         }
         log = inputs.get("log_extra")
-        if log is not None:  # TRL's table of completions has an entry a row
+        if log is not None:  # TRL's table of completions needs an entry for every row
 
             def log_extra(column: str, values: Sequence[Any]) -> None:
                 log(column, _scattered(mine, values, rows))
@@ -112,13 +113,15 @@ class ForTask(_Wrapped):
         return mine, own
 
     def _spread(self, mine: list[int], values: Any, inputs: Mapping[str, Any]) -> Values:
+        """Place ``values`` at the rows ``mine``, and None at all others. A result of a wrong form is returned as it
+        is."""
         if mine and not (isinstance(values, list | tuple) and len(values) == len(mine)):
-            return values  # type: ignore[no-any-return]  # whoever calls a reward says what is wrong with that
+            return values  # type: ignore[no-any-return]  # the trainer checks what rewards return
         return _scattered(mine, values, len(inputs["completions"]))
 
 
 class ByTask:
-    """Judges each row by the reward of its task; None for a row of no task.
+    """Reward that judges each row by the reward of its task; None for a row whose task has none.
 
     Args:
         rewards: task → a reward of completions.
@@ -139,7 +142,7 @@ class ByTask:
 
 
 class AwaitedForTask(ForTask):
-    """The same around an ``async def``."""
+    """A completion reward of one task that is an ``async def``; see ``for_task``."""
 
     async def __call__(  # type: ignore[override]
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
@@ -180,6 +183,7 @@ class GroupForTask(_Wrapped, GroupReward):
 
 
 def _scattered(mine: Sequence[int], values: Sequence[Any], rows: int) -> list[Any]:
+    """Return a list of ``rows`` entries with ``values`` at the indices ``mine``, and None elsewhere."""
     found: list[Any] = [None] * rows
     for row, value in zip(mine, values, strict=True):
         found[row] = value

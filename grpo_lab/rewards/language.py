@@ -50,8 +50,7 @@ Array = NDArray[np.float64]
 
 
 class LanguageConsistencyReward:
-    """Reward the share of the reasoning's words in the target language: ``(completions=[…]) -> [share, …]``, each in
-    [0, 1].
+    """Reward the share of the reasoning's words that are in the target language, in [0, 1].
 
     Args:
         target: a language code (``en``, ``zh``, …; ``words.known_languages()`` lists them), or ``"prompt"``: the
@@ -83,6 +82,7 @@ class LanguageConsistencyReward:
     def __call__(
         self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] | None = None, **columns: Any
     ) -> list[float | None]:
+        """Return the shares in order; None where the language of a row's prompt is not clear."""
         if completions is None:
             raise ValueError("LanguageConsistencyReward needs completions=[…]; got none")
         targets: list[str | None] = [self.target] * len(completions)
@@ -111,6 +111,7 @@ class LanguageConsistencyReward:
 
 @lru_cache(maxsize=4096)
 def _language_of(question: str) -> str | None:
+    """Return the language of more than half of a question's words; None if there is none."""
     return language_shares(question).dominant()
 
 
@@ -130,9 +131,9 @@ TRACE = 0.02
 """A language is dropped if it explains less than this share of the words, or less than ``TRACE_WORDS`` words."""
 TRACE_WORDS = 1.0
 DOUBT = 2.0
-"""Number of imagined words in the expected language. A text of three ambiguous words then belongs to that language, not
-to the one whose frequencies happen to fit best. They decide between languages that fit and are not counted: no French
-word becomes English by them."""
+"""Number of imagined words in the expected language, a prior of the mixture. By them a text of three ambiguous words
+belongs to that language, not to the one whose frequencies happen to fit best. They only decide between languages that
+fit, and are not counted themselves: no French word becomes English by them."""
 
 
 def mixture_shares(likelihoods: Array, counts: Array, expected: int | None = None) -> Array:
@@ -158,7 +159,13 @@ def mixture_shares(likelihoods: Array, counts: Array, expected: int | None = Non
 
 
 def _maximise(likelihoods: Array, counts: Array, prior: Array, start: Array) -> Array:
-    """Run EM from ``start``; a language that starts at 0 stays there. Return the words' shares, without the prior's."""
+    """Run expectation maximisation, and return the share of each language in the counted words, ``[L]``.
+
+    Args:
+        likelihoods: ``[W, L]``, and ``counts`` ``[W]``, as in ``mixture_shares``.
+        prior: ``[L]``, imagined words of each language. They move the weights, but are not in the returned shares.
+        start: ``[L]``, initial weights, not normalised. A language that starts at 0 stays there.
+    """
     weights: Array = start / start.sum()
     shares = weights
     for _ in range(ITERATIONS):
@@ -181,8 +188,12 @@ MOST_NAMES = 0.15
 
 
 class LanguageShares(NamedTuple):
-    """``words``: number of countable words (an estimate for scripts without spaces). ``shares``: of each language,
-    summing to 1."""
+    """The languages of a text.
+
+    Attributes:
+        words: number of countable words (an estimate for scripts without spaces).
+        shares: share of each language in these words, summing to 1; empty without words.
+    """
 
     words: float
     shares: Mapping[str, float]
@@ -196,9 +207,9 @@ class LanguageShares(NamedTuple):
 
 
 def language_shares(text: str, expected: str | None = None) -> LanguageShares:
-    """Compute the share of each language in the words of ``text``; without words, there are no shares.
+    """Compute the share of each language in the words of ``text``.
 
-    Words that fit several languages equally count for ``expected`` (``DOUBT``).
+    Words that fit several languages equally count for ``expected``, the code of a language (see ``DOUBT``).
     """
     groups: dict[str, list[Word]] = {}
     letters = 0
@@ -221,6 +232,7 @@ def language_shares(text: str, expected: str | None = None) -> LanguageShares:
 
 
 def _within_group(words: Sequence[Word], group: str, expected: str | None) -> dict[str, float]:
+    """Return the shares of languages, summing to 1, in the words of one script group."""
     languages = LANGUAGES_OF_GROUP.get(group, (OTHER,))
     if len(languages) == 1:
         return {languages[0]: 1.0}
@@ -234,7 +246,8 @@ def _within_group(words: Sequence[Word], group: str, expected: str | None) -> di
 
 
 def _words_in(word: Word) -> int:
-    """Return 1 or, for a run of characters without spaces, its length over the characters per word, at least 1."""
+    """Return how many words a ``Word`` counts for: 1 or, for a run of characters in a script without spaces, its length
+    divided by the characters of a word, at least 1."""
     if word.group not in ("cjk", "thai"):
         return 1
     if word.group == "thai":
@@ -247,10 +260,12 @@ def _words_in(word: Word) -> int:
 
 
 def _sizes_without_foreign_names(groups: Mapping[str, Sequence[Word]]) -> dict[str, float]:
-    """Count the words of each group, without names in a foreign script: "小明 and John" in Chinese prose says nothing.
+    """Count the words of each script group, leaving out names in a foreign script: "John" in Chinese prose says nothing
+    about its language.
 
-    In a script that is not the text's main one, capitalised words are names unless lower-case prose around explains
-    them. At most ``MOST_NAMES`` of all words are left out, or prose In Capitals Like This would cost nothing.
+    In a script that is not the text's main one, capitalised words count as names, except as many as the lower-case
+    words of that script explain (``CAPITALS_PER_WORD``). At most ``MOST_NAMES`` of all words are left out; otherwise
+    prose In Capitals Like This would cost nothing.
     """
     sizes = {group: float(sum(map(_words_in, words))) for group, words in groups.items()}
     main = max(sizes, key=lambda group: sizes[group], default=OTHER)

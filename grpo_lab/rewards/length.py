@@ -48,9 +48,9 @@ def kimi_length_reward(lengths: Sequence[int], correct: Sequence[bool | None]) -
 
 
 class KimiLengthReward(GroupReward):
-    """The length reward as a group reward, times its own weight, which may have a warm-up: ``weight(step) · reward_i``.
+    """Group reward of length, ``weight(step) · reward_i``, with a weight of its own that may change over training.
 
-    The values contain the weight already: leave its entry in ``reward_weights`` at 1.
+    The values contain that weight already: leave the entry in TRL's ``reward_weights`` at 1.
 
     Args:
         weight: a number, or a schedule of ``rewards.schedules`` (also as a mapping). The paper does not give its value.

@@ -29,13 +29,13 @@ _LARGEST_SLIP = 9
 
 
 def draw(*of: Any) -> float:
-    """Return a number in [0, 1) that depends on ``of`` alone (JSON values, or objects that ``str`` can write)."""
+    """Return a uniform number in [0, 1), a hash of the arguments (JSON values, or objects that ``str`` can write)."""
     text = json.dumps(of, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()) / 2**64
 
 
 class _Noisy:
-    """Base class of rewards that distort another reward of completions."""
+    """Base class of rewards that distort another reward of completions. Their name is ``kind``, then its name."""
 
     def __init__(self, kind: str, reward: Callable[..., Sequence[float | None]], seed: int) -> None:
         if scope_of(reward) != "completion":
@@ -59,7 +59,8 @@ class _Noisy:
 
 class FlippedReward(_Noisy):
     """Flip each verdict of ``reward`` independently. A wrong completion gets 1.0 with probability ``false_positives``,
-    a right one (1 or more) gets 0.0 with probability ``false_negatives``; None stays.
+    a right one (a score of 1 or more) gets 0.0 with probability ``false_negatives``. All other completions get 1.0 if
+    they are right, else 0.0; None stays None.
 
     Two equal completions of one prompt in one call have draws of their own. So has the same completion in another
     optimizer step (``trainer_state``, which TRL passes).
@@ -107,8 +108,9 @@ class FlippedReward(_Noisy):
 
 
 class WrongLabelReward(_Noisy):
-    """Score with ``reward``, but give a share of the prompts a wrong gold answer, always the same one. The last number
-    of its ``solution`` is off by 1 to 9. Which prompts, and by how much, is a function of the prompt and the seed.
+    """Score with ``reward``, but judge a share of the prompts by a wrong gold answer, always the same one for a prompt.
+    The last number of its ``solution`` is off by 1 to 9, up or down. Which prompts have a wrong label, and by how much
+    it is off, is a function of the prompt and the seed.
 
     Args:
         reward: a reward of completions that reads the column ``solution``.
@@ -134,8 +136,8 @@ class WrongLabelReward(_Noisy):
         return draw(self.seed, "wrong", prompt) < self.share
 
     def label(self, prompt: Any, solution: Any) -> Any:
-        """Return the solution that ``prompt`` is judged by: its own, or a wrong one of the same type. Raises
-        ValueError if a wrong one is due and the solution has no number."""
+        """Return the solution by which ``prompt`` is judged: its own or, if ``is_wrong``, a wrong one of the same type.
+        Raises ValueError if the solution to be changed has no number."""
         if not self.is_wrong(prompt) or solution is None:
             return solution
         written = number_text(solution) or str(solution)
@@ -155,6 +157,7 @@ class WrongLabelReward(_Noisy):
 
 
 def _share(value: float, name: str) -> float:
+    """Return the setting ``name`` as a float. Raises ValueError unless it lies in [0, 1]."""
     if isinstance(value, bool) or not 0 <= value <= 1:
         raise ValueError(f"`{name}` is {value!r}; it is a share and lies in [0, 1]")
     return float(value)

@@ -1,7 +1,7 @@
 """Rewrite arithmetic, as people and models write it, into one plain form that the expression parser reads.
 
-In place of what cannot be rewritten there is a ``§``, tied by an operator to what follows. So the rest is not taken for
-the whole (``17 mod 5 = 2`` is not ``5 = 2``).
+What cannot be rewritten is replaced by the sign ``§``, which counts as a word, and an operator that ties it to what
+follows. So ``17 mod 5 = 2`` is not judged at all; without the tie it would be judged as ``5 = 2``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable
 from grpo_lab.verifiers.quantity import value_of_sign
 
 ABOUT = "≈"
-_NOT_READ = " § *"  # in the place of what is not read; ties what follows to it
+_NOT_READ = " § *"
+"""What stands for arithmetic that cannot be rewritten; the operator ties it to what follows."""
 _SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _DIVIDED = re.compile(
     r"(?<![\d./*+\-^)] )(?<![\d./*+\-^)])(\d{1,9}) ?/ ?(\d{1,9}) ?= ?(\d{1,9}),? ?"
@@ -22,6 +23,7 @@ _DIVIDED = re.compile(
 
 
 def _vulgar(match: re.Match[str]) -> str:
+    """Rewrite ``3½`` as (3+1/2)."""
     whole = match[1]
     part = value_of_sign(match[2])
     if whole:
@@ -30,6 +32,7 @@ def _vulgar(match: re.Match[str]) -> str:
 
 
 def _mixed(match: re.Match[str]) -> str:
+    """Rewrite the mixed number ``3 1/2`` as (3+1/2); ``3 5/2`` is none and stays."""
     whole, top, bottom = match.groups()
     if int(top) < int(bottom):
         return f"({whole}+{top}/{bottom})"
@@ -37,6 +40,7 @@ def _mixed(match: re.Match[str]) -> str:
 
 
 def _root(match: re.Match[str]) -> str:
+    """Rewrite the square root of a square number, ``√16``, as (4)."""
     root = math.isqrt(int(match[1]))
     if root * root == int(match[1]):
         return f"({root})"
@@ -44,20 +48,21 @@ def _root(match: re.Match[str]) -> str:
 
 
 def _factorial(match: re.Match[str]) -> str:
+    """Rewrite ``5!`` as (120), up to 20!."""
     if int(match[1]) <= 20:
         return f"({math.factorial(int(match[1]))})"
     return _NOT_READ
 
 
 def _remainder(match: re.Match[str]) -> str:
-    """Rewrite ``17 / 5 = 3 remainder 2`` as 17 = 3·5 + 2; a remainder that is no smaller than the divisor is not
-    read."""
+    """Rewrite ``17 / 5 = 3 remainder 2`` as 17 = 3*5+2, unless the remainder is not smaller than the divisor."""
     number, divisor, quotient, rest = match.groups()
     if int(rest) < int(divisor):
         return f"{number} = {quotient}*{divisor}+{rest}"
     return _NOT_READ
 
 
+#: Patterns and what replaces them, applied in this order: later ones rely on what earlier ones have rewritten.
 _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"[^\S\n]+"), " "),
     (re.compile(r"\\(?:left|right|,|;|!|quad|displaystyle)(?![a-zA-Z])"), ""),
@@ -104,7 +109,7 @@ _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
 
 
 def plain(text: str) -> str:
-    """Return ``text`` with its arithmetic in the plain form that the expression parser reads."""
+    """Return ``text`` with its arithmetic in the plain form that ``arithmetic.value_of`` reads."""
     for pattern, form in _FORMS:
         text = pattern.sub(form, text)
     return text

@@ -22,6 +22,7 @@ from grpo_lab.reading import read_json_lines
 from grpo_lab.rewards.token_classification import padded_ids, saved_config, saved_tokenizer, saved_weights
 
 Pair = dict[str, Any]
+#: Fields of a comparison (a ``Pair``).
 PAIR = ("prompt", "chosen", "rejected")
 _PAIR_FIELDS = dict.fromkeys(PAIR, str | list)
 HEAD = "SequenceClassification"
@@ -29,8 +30,8 @@ HEAD = "SequenceClassification"
 
 @dataclass(eq=False)
 class PreferenceReward:
-    """Reward r by a sequence classifier: ``(prompts=[…], completions=[…]) -> [r, …]``. None for a text longer than the
-    model's context.
+    """Reward r of prompt and completion, the output of a sequence classifier with one label. None for a text longer
+    than the model's context.
 
     Args:
         model: folder or hub name of a sequence classifier with one label, as the stage ``reward_model`` saves it.
@@ -83,7 +84,7 @@ class PreferenceReward:
         return self.scores(self.seen)
 
     def scores(self, texts: Sequence[tuple[Any, Any]]) -> list[float | None]:
-        """Return r of each (prompt, completion)."""
+        """Return r of each (prompt, completion), without a gradient; None where the text does not fit the model."""
         import torch
 
         read = [self.ids(*text) for text in texts]
@@ -98,7 +99,8 @@ class PreferenceReward:
         return found
 
     def ids(self, prompt: Any, completion: Any) -> list[int]:
-        """Return the token ids of prompt and completion as TRL's RewardTrainer makes them."""
+        """Return the token ids of prompt and completion, joined as TRL's RewardTrainer does: through the chat template
+        or, if both are texts, one behind the other with an end token."""
         if isinstance(prompt, str):
             end = self.tokenizer.eos_token
             text = prompt + completion
@@ -107,7 +109,7 @@ class PreferenceReward:
         return list(whole["input_ids"])
 
     def forward(self, rows: Sequence[list[int]]) -> Any:
-        """Compute r of each row of ids, ``[B]`` in float32."""
+        """Compute r of each row of token ids, ``[B]`` in float32. Its gradient is kept."""
         padded = padded_ids(rows, self.tokenizer.pad_token_id, self.classifier.device)
         return self.classifier(**padded, use_cache=False).logits[:, 0].float()
 
@@ -126,8 +128,11 @@ class PreferenceReward:
         self.__dict__.pop("classifier", None)
 
     def fit(self, pairs: Sequence[Pair], step: int) -> None:
-        """Train for ``steps`` optimizer steps on ``pairs``, drawn by ``seed`` and ``step``. The global random state
-        is unchanged."""
+        """Train the model for ``steps`` optimizer steps of AdamW, with the loss −log σ(r_chosen − r_rejected).
+
+        The batches are drawn from ``pairs`` by the setting ``seed`` and ``step``, the policy's optimizer step; the
+        global random state is unchanged. Pairs that do not fit the model's context are left out.
+        """
         import torch
 
         draw = random.Random(f"{self.seed}/{step}")
@@ -145,7 +150,8 @@ class PreferenceReward:
             optimizer.zero_grad()
 
     def pair_accuracy(self, pairs: Sequence[Pair]) -> float | None:
-        """Return the share of ``pairs`` whose chosen completion scores higher, ties as halves; None without any."""
+        """Return the share of ``pairs`` whose chosen completion scores higher than the rejected one, a tie counting
+        half; None if no pair has both scores."""
         better, worse = (self.scores([(one["prompt"], one[side]) for one in pairs]) for side in PAIR[1:])
         found = right_way_round(zip(better, worse, strict=True))
         if found:
@@ -169,14 +175,15 @@ def holds_out(prompt: Any, share: float) -> bool:
 
 
 def right_way_round(scores: Iterable[tuple[Any, Any]]) -> list[float]:
-    """Return for each (better, worse) 1 if their scores are in this order, ½ for a tie, else 0. Pairs that lack a
-    score are left out."""
+    """Return for each pair of scores (better, worse) 1 if the first is higher, ½ for a tie, else 0. Pairs in which a
+    score is None or NaN are left out."""
     known = [pair for pair in scores if None not in pair and not any(map(math.isnan, pair))]
     return [0.5 if better == worse else float(better > worse) for better, worse in known]
 
 
 def orders(judged: Sequence[float], group_size: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield for each group all pairs (better, worse) of indices, by the judge's scores; NaN is in no pair."""
+    """Yield for each group of ``group_size`` completions all pairs (better, worse) of their indices in ``judged``, the
+    judge's scores. Equal scores make no pair, and neither does NaN."""
     for start in range(0, len(judged), group_size):
         group = range(start, start + group_size)
         yield [(one, other) for one in group for other in group if judged[one] > judged[other]]

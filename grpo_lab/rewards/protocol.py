@@ -1,11 +1,12 @@
 """Protocol of rewards: a reward judges single completions, or the whole group of completions that share a prompt.
 
-TRL calls every reward on each rank's *local* rows. Where a group is split over ranks, a reward that compares its
-samples would judge half a group, and nobody would notice. Here a reward states what it needs:
+TRL calls every reward on each rank's *local* rows. If a group is split over ranks, a reward that compares the samples
+of a group sees only a part of it there, and no error says so. Here a reward declares in ``scope`` what it needs:
 
-* ``scope = "completion"`` (or no ``scope`` at all): any TRL reward, ``(prompts, completions, **columns)``.
-* ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, the other rewards' values and the
-  columns. It builds whole groups and calls ``score_group`` on each, the same on every rank.
+* ``scope = "completion"``, or no ``scope`` at all: any TRL reward, ``(prompts, completions, **columns)``.
+* ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, columns and the values of the other
+  rewards from all ranks, builds whole groups, and calls ``score_group`` on each. Every rank computes the same values.
+* ``scope = "step"``: a ``StepReward``, which scores each step of a completion (``steps.py``).
 
 A function of five lines under ``@group_reward`` is enough (docs/algorithms/group_rewards.md). In stock TRL the same
 object is an ordinary reward function: it rebuilds the groups from runs of equal prompts, or raises ValueError with the
@@ -31,10 +32,19 @@ from grpo_lab.verifiers.verdict import checked_scores
 
 
 def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name: str) -> list[tuple[int, int]]:
-    """Return ``(start, size)`` of each group among the local rows, found as runs of equal prompts.
+    """Find the groups among this rank's rows, and return each one's ``(index of its first row, number of rows)``.
 
-    With ``num_generations`` the length of every run must be a multiple of it, as a question may be drawn twice in a
-    row. Without it there must be one process, and all runs must have one length above 1. Raises ValueError otherwise.
+    The rows of a group follow each other, so groups are found as runs of equal prompts.
+
+    Args:
+        prompts: the prompt of each row.
+        num_generations: the group size G. A run may hold several groups, as a question can be drawn twice in a row.
+            None: each run is one group.
+        name: the reward's name, for error messages.
+
+    Raises:
+        ValueError: with ``num_generations``, if the length of a run is no multiple of it; without, if there are several
+            processes, or the runs do not all have the same length above 1.
     """
     runs = [len(list(equal)) for _, equal in groupby(prompts)]
     lengths = sorted(set(runs))
@@ -69,7 +79,8 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
 
 
 def refuse_waiting(call: Any, what: str) -> None:
-    """Raise ValueError if ``call`` is an ``async def``: it is called synchronously, and nobody would await it."""
+    """Raise ValueError, naming ``what``, if ``call`` is an ``async def``: it is called synchronously, and nobody would
+    await it."""
     while isinstance(call, partial):
         call = call.func
     if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(type(call), "__call__", None)):  # noqa: B004
@@ -177,8 +188,11 @@ class GroupReward(ABC):
         """Return one number per completion of one whole group; ``None`` = unscorable."""
 
     def required(self, name: str, group: Group) -> Values:
-        """Return the values of reward ``name`` on ``group``: the run's own, else those that ``sources[name]``
-        computes."""
+        """Return the values of the completion reward ``name`` for the samples of ``group``.
+
+        They are in ``group.rewards`` if the run has this reward; else ``sources[name]`` computes them. Raises
+        ValueError without either.
+        """
         if name in group.rewards:
             return group.rewards[name]
         if name in self.sources:
@@ -297,7 +311,8 @@ class _FunctionReward(GroupReward):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         with suppress(AttributeError):
-            if attrgetter(self.__qualname__)(sys.modules[self.__module__]) is self:  # after the decorator
+            # the decorator has put this object in the place of the function: it is found under the function's name
+            if attrgetter(self.__qualname__)(sys.modules[self.__module__]) is self:
                 return str(self.__qualname__)
         settings = (self.requires, self.num_generations, self.sources, self.reads_environments)
         return type(self), (self._score, *settings)
@@ -312,11 +327,17 @@ def group_reward(
     sources: Mapping[str, CompletionReward] | None = None,
     reads_environments: bool = False,
 ) -> Any:
-    """Decorator: make a ``GroupReward`` named ``f`` of ``def f(group: Group) -> list[float | None]``.
+    """Decorator: turn ``def f(group: Group) -> list[float | None]`` into a ``GroupReward`` named ``f``.
 
-    ``requires`` names the completion rewards whose values the function reads from ``group.rewards``. With
-    ``reads_environments`` it also gets ``group.environments``. The other arguments are those of ``GroupReward``. Raises
-    ValueError for an ``async def``, and for anything but a function with a name.
+    Args:
+        score: the function. None if the decorator is written with settings, ``@group_reward(requires=…)``.
+        requires: names of the completion rewards whose values the function reads from ``group.rewards``.
+        num_generations: as in ``GroupReward``, and so is ``sources``.
+        sources: completion rewards by name, for a run that does not have those in ``requires``.
+        reads_environments: whether the function reads ``group.environments``.
+
+    Raises:
+        ValueError: for an ``async def``, and for anything but a function with a name.
     """
     check_requires(requires)
 

@@ -29,8 +29,8 @@ _SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/",
 
 
 class CountdownReward(RowReward):
-    """Reward 1.0 for an expression that reaches ``target`` with each of ``numbers`` exactly once, else 0.0. None if a
-    row has no list of numbers or no target, or if one of these is not whole.
+    """Reward 1.0 for an expression that reaches ``target`` with each of ``numbers`` exactly once, else 0.0. None for a
+    row without a list of numbers or a target, or with one that is no whole number.
 
         reward = 1[value(expression) = target and numbers(expression) = numbers given, as multisets]
 
@@ -57,8 +57,8 @@ class CountdownReward(RowReward):
 
 
 def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
-    """Return whether ``text`` is an expression, or ``expression = target``, with this value and each number used
-    once."""
+    """Return whether ``text`` is an expression, or ``expression = target``, that has the value ``target`` and uses each
+    of ``numbers`` once."""
     left, equals, right = text.strip().rstrip(".").strip("$`").partition("=")
     right = right.strip().translate(_SIGNS)
     sign = -1 if right.startswith("-") else 1  # a target below 0
@@ -73,9 +73,10 @@ def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
 
 
 def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
-    """Return the exact value of an expression, and its numbers in order. Raises ``NotArithmetic`` for any other text.
+    """Return the exact value of an expression of whole numbers, and these numbers in order. Raises ``NotArithmetic``
+    for any other text.
 
-    A number has no sign before it, since the game has none. A product needs its sign.
+    A number must not have a sign of its own, since the game has no negative numbers, and a product needs its ``*``.
     """
     expression = expression.strip().translate(_SIGNS)
     if len(expression) > MOST_CHARACTERS or not _EXPRESSION.fullmatch(expression):
@@ -95,6 +96,7 @@ _MOST_READ = 4000
 
 
 def _in_order(answer: Sequence[float]) -> int:
+    """Count the numbers that are not larger than the next one."""
     return sum(a <= b for a, b in pairwise(answer))
 
 
@@ -106,6 +108,7 @@ KINDS: dict[str, Callable[[list[int], list[float]], float]] = {
     ),
     "exact": lambda numbers, answer: answer == sorted(numbers),
 }
+"""Kind → its score, a function of the prompt's numbers and of as many answered ones (formulas: ``SortingReward``)."""
 
 
 class SortingReward(RowReward):
@@ -117,10 +120,10 @@ class SortingReward(RowReward):
         inclusion_ordering_multiset    Σ_x min(count_x(q), count_x(o)) + Σ_i 1[o_i ≤ o_{i+1}]              0 … 2L − 1
         exact                          1[o = sorted(q)]                                                  0 or 1
 
-    The answer o is the integers of a completion in order, q the prompt's numbers. More or fewer integers than the
-    prompt's L earn 0, and a row without numbers gets None. Source: CS336 lecture 17. Its code has
-    ``inclusion_ordering``, its formula counts with multiplicity: for [4, 2, 4, 4] → [0, 2, 4, 6] they give 7 and 5. A
-    uniformly random answer (L = 4 of V = 10) earns 3.03 and 2.86.
+    The answer o is the integers of a completion in order, q the prompt's L numbers. More or fewer than L integers earn
+    0, and a row without numbers gets None. Source: CS336 lecture 17. Its code is ``inclusion_ordering``; its formula
+    counts with multiplicity, as ``inclusion_ordering_multiset`` does. For q = [4, 2, 4, 4] and o = [0, 2, 4, 6] these
+    two give 7 and 5; a uniformly random answer (L = 4 numbers, each one of 10) earns 3.03 and 2.86 on average.
 
     Args:
         kind: ``distance``, ``inclusion_ordering``, ``inclusion_ordering_multiset`` or ``exact``.
@@ -168,8 +171,8 @@ class ProofReward(RowReward):
         reward = 1[every line follows by its rule, and the last is the goal under no assumption]
 
     The checker is our own and reads one format (``verifiers.logic``). A proof cannot be guessed as an answer can, and
-    every correct proof is accepted. It is read from the last ``<answer>``, else the last fenced block, else the text.
-    There it begins at the last line ``1.`` and ends before the first line without a number.
+    every correct proof is accepted. The proof is read from the last ``<answer>``, else the last fenced block, else the
+    text. There it begins at the last line with the number 1, and ends before the next line without a number.
     """
 
     columns = ("sequent",)
@@ -183,8 +186,8 @@ class ProofReward(RowReward):
 
 
 def why_not(completion: str, sequent: str) -> str:
-    """Return what is wrong with the proof in ``completion``; empty if it is right. Raises ``NoFormula`` if
-    ``sequent`` is none."""
+    """Return what is wrong with the proof in ``completion``; an empty text if it is right. Raises ``NoFormula`` if
+    ``sequent`` cannot be parsed."""
     premises, goal = read_sequent(sequent)
     lines = [line for line in answer_block(completion).splitlines() if line.strip()]
     first = max((place for place, line in enumerate(lines) if _FIRST.match(line)), default=len(lines))
@@ -209,8 +212,8 @@ class CoinReward:
     call.
 
     The draws follow from (seed, rank, optimizer step, number of the call in this step). So the same run draws the same
-    values, ranks draw different ones, and a resumed run draws what the uninterrupted one does. Only a batch that is
-    open at a checkpoint may differ, if an evaluation on an `eval_dataset` also calls this reward in that step.
+    values, ranks draw different ones, and a resumed run draws what the uninterrupted one does. The exception is a batch
+    that is open at a checkpoint, if an evaluation on an `eval_dataset` calls this reward in the same step.
 
     Args:
         p: probability of 1.0.

@@ -1,7 +1,7 @@
 """A reward's weight as a function of the optimizer step, and of nothing else.
 
-So a resumed run has at step t the weight that the uninterrupted run had there. ``step`` counts finished optimizer steps
-as ``trainer_state.global_step`` does: the first batch is generated at step 0.
+Therefore a resumed run has at each step the weight that the uninterrupted run has there. ``step`` counts finished
+optimizer steps, as ``trainer_state.global_step`` does: the first batch is generated at step 0.
 
 ===============  =============================  ====================================================================
 ``kind``         settings                       weight at ``step``
@@ -42,10 +42,11 @@ class Schedule:
         return self.weight(int(step))
 
     def weight(self, step: int) -> float:
+        """Compute the weight at ``step``, which is known to be whole and not negative."""
         raise NotImplementedError
 
     def in_words(self, factor: float = 1.0) -> str:
-        """Describe ``factor`` · weight over the steps, for people: ``0.5 from step 100 on, 0 before``."""
+        """Describe ``factor`` · weight over the steps in words, as ``0.5 from step 100 on, 0 before``."""
         raise NotImplementedError
 
     def as_mapping(self) -> dict[str, Any]:
@@ -54,7 +55,7 @@ class Schedule:
 
     @property
     def final(self) -> float:
-        """The weight when every change is over."""
+        """The weight after the last change."""
         return self.weight(sys.maxsize)
 
     @property
@@ -118,6 +119,7 @@ class Linear(Schedule):
         return f"{ends} over the steps {self.start} to {self.end} ({self.kind})"
 
     def curve(self, progress: float) -> float:
+        """Return how much of the way from ``initial`` to ``value`` is done; both numbers are in [0, 1]."""
         return progress
 
 
@@ -154,8 +156,9 @@ _KINDS: dict[str, type[Schedule]] = {kind.kind: kind for kind in (Constant, Warm
 
 
 def schedule_from(spec: float | Mapping[str, Any] | Schedule) -> Schedule:
-    """Make a schedule of a number, a mapping ``{"kind": "warmup", "start": 100, "value": 0.5}`` or a schedule.
-    Raises ValueError for an unknown kind or setting, a missing setting, a bad value."""
+    """Make a schedule of a number, which is a constant weight, or of a mapping such as
+    ``{"kind": "warmup", "start": 100, "value": 0.5}``. A schedule is returned as it is. Raises ValueError for an
+    unknown kind or setting, a missing setting, a bad value."""
     if isinstance(spec, Schedule):
         return spec
     if isinstance(spec, (int, float)) and not isinstance(spec, bool):
@@ -174,8 +177,8 @@ def schedule_from(spec: float | Mapping[str, Any] | Schedule) -> Schedule:
 
 
 def weight_in_words(reward: Any, factor: float) -> str:
-    """Describe the weight in force over the steps: ``factor`` (of ``reward_weights``) times the reward's own weight,
-    if any."""
+    """Describe the weight in force over the steps: ``factor``, the reward's entry in ``reward_weights``, times the
+    weight that the reward itself has by its ``schedule`` or ``weight_at``, if any."""
     own = getattr(reward, "schedule", None)
     if isinstance(own, Schedule):
         return own.in_words(factor)

@@ -2,10 +2,12 @@
 
 A step reward is called like any other reward and returns a list of ``(end_token, score)`` for each completion.
 ``end_token`` is the index of the step's last token (0 = first token of the completion), ascending. ``score`` is a
-finite number, or ``None`` if the step cannot be scored. Anything else raises ValueError, with the place.
-``advantage: process`` makes advantages per token of the scores (DeepSeekMath, arXiv 2402.03300, §4.1.3).
+finite number, or ``None`` if the step cannot be scored. Anything else raises ValueError that names completion and step.
+``advantage: process`` turns the scores into advantages of tokens (DeepSeekMath, arXiv 2402.03300, §4.1.3).
 
-Stock TRL knows one number per completion only: there, use ``steps_as_outcome(reward)``, the mean of the step scores.
+``StepReward`` is the protocol, and ``@step_reward`` makes one of a function. ``SplitStepReward`` is the base class of
+those that read text: it cuts a completion into steps, and finds the tokens at which they end. Stock TRL knows one
+number per completion only: there, use ``steps_as_outcome(reward)``, the mean of the step scores.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ TokenIds = Sequence[Sequence[int]]
 
 
 def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: bool) -> StepScores:
-    """Check one completion's steps: ends ascend within its ``tokens``, scores are ``None``, finite or NaN (or
-    ``infinite``).
+    """Check the steps of one completion, and return them as Python's own numbers (numpy's and torch's are converted).
 
-    Ends and scores are returned as Python's own numbers (numpy's and torch's are converted).
+    Args:
+        row: what the reward returned for the completion.
+        tokens: number of the completion's tokens: ends must ascend below it.
+        place: index of the completion, for error messages; ``name``: the reward's name, for the same.
+        infinite: whether a score may be ±∞; NaN and None always are allowed.
     """
     steps: StepScores = []
     for step in row:
@@ -61,6 +66,8 @@ def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: 
 
 
 def _listed(value: Any, count: int, name: str, where: str = "") -> list[Any]:
+    """Return what the step reward ``name`` returned as a list. Raises ValueError if it is a number, a text, a mapping
+    or None."""
     plain = value is None or isinstance(value, str | Mapping) or not hasattr(value, "__iter__")
     if plain or getattr(value, "ndim", 1) == 0:
         raise ValueError(
@@ -75,8 +82,8 @@ Splitter = Callable[[str], Sequence[int]]
 
 
 class StepReward(ABC):
-    """Base class of rewards of scope ``step``; a subclass implements ``score_steps``, which gets what any TRL reward
-    gets."""
+    """Base class of rewards of scope ``step``; a subclass implements ``score_steps``, with the arguments of any TRL
+    reward."""
 
     scope: ClassVar[str] = "step"
     #: Tokenizer that says at which token a step ends. ``LabTrainer`` sets it if it is ``None``.
@@ -92,7 +99,7 @@ class StepReward(ABC):
     def score_steps(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> Sequence[Sequence[tuple[int, float | None]]]:
-        """Return ``[[(end_token, score), …], …]``, one list per completion."""
+        """Return ``[[(end_token, score), …], …]``, one list of steps per completion."""
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
@@ -126,6 +133,9 @@ class StepReward(ABC):
 
 
 class _FunctionStepReward(StepReward):
+    """A ``StepReward`` that calls a plain function. It is pickled by its import path, as functions are; one made of a
+    ``partial`` or of another object without a path is pickled with that object."""
+
     __qualname__: str
 
     def __init__(self, score: Callable[..., Any]) -> None:
@@ -135,7 +145,7 @@ class _FunctionStepReward(StepReward):
             named = named.func
         if not hasattr(named, "__qualname__"):
             named = type(named)
-        self._by_address = named is score  # a partial or an object has no import path of its own
+        self._by_address = named is score
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(self, name, getattr(named, name))
 
@@ -145,7 +155,7 @@ class _FunctionStepReward(StepReward):
         return self._score(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        # as functions are: by address, which holds this object after the decorator
+        # the decorator has put this object in the place of the function: it is found under the function's path
         if self._by_address:
             return str(self.__qualname__)
         return (step_reward, (self._score,))
@@ -170,6 +180,7 @@ def by_paragraph(text: str) -> list[int]:
 
 
 def _ends(text: str, between: str) -> list[int]:
+    """Return where the non-blank pieces end that the pattern ``between`` (one group around it all) separates."""
     ends = []
     start = 0
     for block in re.split(between, text):
@@ -183,12 +194,18 @@ _SPLITTERS: dict[str, Splitter] = {"line": by_line, "paragraph": by_paragraph}
 
 
 def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any, to_the_end: bool = True) -> list[int]:
-    """Find for each end in characters the index of the token that holds the character before it.
+    """Find the tokens at which steps end, and return their indices in ``ids``.
 
-    ``to_the_end``: only white space follows the last step, so that step ends with the completion (and its end token).
+    The search decodes ever closer beginnings of the completion, and so needs no offsets, which not every tokenizer has.
+    Special tokens count as no character.
 
-    The search decodes beginnings of the completion (a binary search), so that it works for every tokenizer, whatever
-    its offsets. Special tokens count as no character.
+    Args:
+        ids: the completion's token ids.
+        character_ends: for each step the index behind its last character in the decoded completion, ascending. The
+            step ends at the token that holds its last character.
+        tokenizer: the one that made the ids.
+        to_the_end: whether nothing but white space follows the last step. That step then ends at the last token, which
+            may be an end token.
     """
     if not character_ends or not ids:
         return []
@@ -225,6 +242,7 @@ def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
 
 
 def mean_score(steps: StepScores) -> float | None:
+    """Return the mean of the scores that are not None; None without any."""
     scores = [score for _, score in steps if score is not None]
     if scores:
         return sum(scores) / len(scores)
@@ -232,8 +250,9 @@ def mean_score(steps: StepScores) -> float | None:
 
 
 class SplitStepReward(StepReward):
-    """Base class of step rewards that split texts into steps. A subclass implements ``score_texts`` (or ``score_all``,
-    for all completions at once).
+    """Base class of step rewards that split a completion's text into steps and score these texts.
+
+    A subclass implements ``score_texts``, or overrides ``score_all`` to score all completions at once.
 
     Args:
         split: function from a text to the character indices where its steps end, or ``"line"`` (default: every line
@@ -251,12 +270,18 @@ class SplitStepReward(StepReward):
 
     @abstractmethod
     def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:
-        """Return one score per step; ``None`` = not scored."""
+        """Return one score per step of one completion; ``None`` = not scored."""
 
     def score_all(
         self, prompts: Sequence[Any], steps: Sequence[list[str]], columns: Mapping[str, Any]
     ) -> Sequence[Sequence[float | None]]:
-        """Call ``score_texts`` for every completion. ``columns``: the other columns that TRL passes."""
+        """Return one list of scores per completion, one score per step.
+
+        Args:
+            prompts: the prompt of each completion.
+            steps: the texts of each completion's steps.
+            columns: what else TRL passes to rewards: the data set's columns, ``log_metric`` and so on.
+        """
         return [self.score_texts(prompt, texts) for prompt, texts in zip(prompts, steps, strict=True)]
 
     def score_steps(
@@ -279,6 +304,7 @@ class SplitStepReward(StepReward):
         return [self._placed(*one) for one in zip(completion_ids, texts, cuts, scores, strict=True)]
 
     def _cut(self, text: str) -> list[int]:
+        """Return where the steps of ``text`` end. Raises ValueError if ``split`` gives no ascending indices."""
         ends = list(self.split(text))
         whole = all(isinstance(end, int) for end in ends)
         if not whole or any(not a < b <= len(text) for a, b in zip([0, *ends], ends)):
@@ -289,8 +315,8 @@ class SplitStepReward(StepReward):
         return ends
 
     def _placed(self, ids: Sequence[int], text: str, cuts: list[int], scores: Sequence[float | None]) -> StepScores:
-        """Place each score at the token where its step ends. If several steps end within one token, the worst score
-        counts."""
+        """Return (end token, score) of each scored step; ``cuts`` are the character indices where the steps end. If
+        several steps end within one token, the lowest score counts."""
         merged: dict[int, float] = {}
         to_the_end = bool(cuts) and not text[cuts[-1] :].strip()
         for end, score in zip(token_ends(ids, cuts, self.tokenizer, to_the_end), scores, strict=bool(ids)):

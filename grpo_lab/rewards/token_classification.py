@@ -1,7 +1,8 @@
 """``TokenClassificationSteps``: score every step by a process reward model, a Hugging Face token classifier.
 
-The input is that of TRL's former ``PRMTrainer``, and of the stage `step_reward_model`: the prompt, then each step and a
-separator, tokenized part by part. The label of a step is at its last token.
+The model's input is that of TRL's former ``PRMTrainer``, and of our stage `step_reward_model`: the prompt, then each
+step with a separator behind it, tokenized part by part. The score of a step is read at the last token of its separator.
+The functions at the end load a saved model with a head; ``preference.py`` uses them, too.
 """
 
 from __future__ import annotations
@@ -14,26 +15,27 @@ from grpo_lab.rewards.steps import SplitStepReward, Splitter, by_line
 
 
 class TokenClassificationSteps(SplitStepReward):
-    """Score each step by p(good) at its end, in a model that classifies tokens (``AutoModelForTokenClassification``).
+    """Score each step by the probability of the label ``good`` at its end, in a model that classifies tokens
+    (``AutoModelForTokenClassification``).
 
-    The model reads ``prompt + Σ (step + separator)`` in *its own* tokens. The score is placed at the policy's token in
-    which the step ends. White space around a step is removed. In a causal model the score of a step depends on nothing
+    The model reads ``prompt + Σ (step + separator)`` in *its own* tokens, without white space around a step. The score
+    is placed at the policy's token in which the step ends. In a causal model the score of a step depends on nothing
     after it.
 
-    The model is loaded at the first call, a whole copy on every rank. A prompt that leaves no room raises ValueError.
-    Steps beyond ``max_length`` are not scored; their share is logged (``<name>/beyond_share``). Source: Math-Shepherd
-    (2312.08935), DeepSeekMath §4.1.3.
+    The model is loaded at the first call, a whole copy on every rank. A prompt that leaves no room for a step raises
+    ValueError. Steps beyond ``max_length`` get None; their share is logged (``<name>/beyond_share``). Source:
+    Math-Shepherd (2312.08935), DeepSeekMath §4.1.3.
 
     Args:
         model: a folder, a hub name, or a loaded model whose output has ``logits`` ``[B, T, labels]``.
-        model_tokenizer: the reward model's; ``None``: from ``model``, if that is a folder or a hub name.
+        model_tokenizer: the reward model's tokenizer. ``None`` loads it from ``model``, which then is a folder or name.
         separator: text behind every step, as in the model's training (TRL's default: a newline).
         split: function from a text to the character indices where its steps end, or ``"line"``, ``"paragraph"``.
         good: index or name of the label that means a right step.
         column: data column to read in place of the prompt, if the prompt has a template around the question.
         batch_size: completions per forward.
         max_length: most tokens that the model reads; ``None``: its own number of positions.
-        device: ``None``: the run's own.
+        device: where the model runs; ``None``: the run's own device.
         tokenizer: the one that made the completions' token ids; ``None``: the trainer's.
 
     Raises:
@@ -114,13 +116,12 @@ class TokenClassificationSteps(SplitStepReward):
         return scores
 
     def read(self, prompt: Any, steps: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Return what the model reads of a solution: token ids, and the index of each step's last token. Steps beyond
-        ``max_length`` have none."""
+        """Return what the model reads of a solution: token ids, and for each step the index at which it is scored. The
+        steps that do not fit into ``max_length`` are left out of both."""
         return self._read(self._prompt_ids(prompt), steps)
 
     def _read(self, prompt: list[int], steps: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Return one completion as the reward model reads it: token ids, and the index of the last token of each
-        step that fits."""
+        """Return what ``read`` does, for the token ids of a prompt."""
         ids = list(prompt)
         places = []
         for step in steps:
@@ -132,6 +133,7 @@ class TokenClassificationSteps(SplitStepReward):
         return ids, places
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
+        """Tokenize a prompt for the reward model: a text behind the begin token, messages by the chat template."""
         if isinstance(prompt, str):
             start = getattr(self.model_tokenizer, "bos_token_id", None)
             ids = [*([] if start is None else [start]), *self._ids(prompt)]
@@ -155,7 +157,7 @@ class TokenClassificationSteps(SplitStepReward):
         return list(self.model_tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _good(self, batch: list[list[int]]) -> list[list[float]]:
-        """Compute p(good) at every token, one list per row."""
+        """Compute the probability of the label ``good`` at every token, one list per row of token ids."""
         import torch
 
         if self._model is None:
@@ -179,7 +181,16 @@ class TokenClassificationSteps(SplitStepReward):
 
 
 def saved_config(source: str, head: str, instead: str = "") -> Any:
-    """Load the configuration of a saved model with such a head."""
+    """Load the configuration of a saved model.
+
+    Args:
+        source: its folder or hub name.
+        head: end of its architecture's name behind ``For``, such as ``TokenClassification``.
+        instead: advice to add to the error about a model with another head.
+
+    Raises:
+        ValueError: there is no such model, or it has another head.
+    """
     from transformers import AutoConfig
 
     try:
@@ -199,7 +210,8 @@ def saved_config(source: str, head: str, instead: str = "") -> Any:
 
 
 def saved_weights(source: str, head: str) -> Any:
-    """Load a saved model with such a head, with all its weights."""
+    """Load a saved model with the head ``head`` (see ``saved_config``). Raises ValueError if weights are missing, which
+    transformers would draw at random."""
     import transformers
 
     kind = getattr(transformers, f"AutoModelFor{head}")
@@ -217,6 +229,7 @@ def padded_ids(rows: Sequence[list[int]], pad: int, device: Any) -> dict[str, An
 
 
 def saved_tokenizer(source: str) -> Any:
+    """Load the tokenizer that was saved with a model. Raises ValueError if there is none."""
     from transformers import AutoTokenizer
 
     reason = "nothing that could be read as one"
@@ -231,6 +244,7 @@ def saved_tokenizer(source: str) -> Any:
 
 
 def _label(good: int | str, config: Any, source: str) -> int:
+    """Return the index of the label ``good``, given as an index or as a name of the model's configuration."""
     names = {str(name): int(index) for index, name in (getattr(config, "id2label", None) or {}).items()}
     if isinstance(good, str) and not good.isdecimal():
         index = names.get(good, -1)

@@ -1,7 +1,8 @@
-"""Rewards of turns: a score for each turn of a trajectory, from the environment or from a function, and what reached
-limits and failed calls are worth.
+"""Rewards of turns: a score for each turn of a trajectory (``TurnRewards``, by the environment or by a function), and
+one for its failed calls and reached limits (``TurnLimits``).
 
-Both read the column ``turns`` of a run with ``rollout.turns``: the ``Turn`` objects of each completion.
+Both read the column ``turns`` of a run with ``rollout.turns``: the ``Turn`` objects of each completion. A third reward,
+``JudgedByEnvironment``, asks the environment for the reward of a whole completion.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ Scores = Sequence[float | None]
 
 
 class TurnRewards(StepReward):
-    """A score for each turn of a completion, placed at the turn's last own token, for the rules of turns
-    (``advantage: turn_returns``).
+    """Step reward with a score for each turn of a completion, placed at the last token that the policy wrote in that
+    turn. ``advantage: turn_returns`` makes advantages of these scores.
 
-    Without ``score`` the environments are asked: ``turn_rewards()``, or ``turn_rewards(turns)``, returns one number a
-    turn, ``None`` for a turn that it does not score. An environment without that method scores none. ``LabTrainer``
-    finds the method by itself, as TRL finds ``get_reward``; name this reward to give it a weight. Answers of ``async
-    def`` are awaited, those of a batch side by side.
+    Without ``score``, each completion's environment is asked: its method ``turn_rewards()``, or
+    ``turn_rewards(turns)``, returns one number a turn, ``None`` for a turn that is not scored. An environment without
+    that method scores none. ``LabTrainer`` finds the method by itself, as TRL finds ``get_reward``; name this reward to
+    give it a weight. Methods and functions may be ``async def``: those of a batch run concurrently.
 
     Args:
-        score: ``score(messages, turns, **columns)`` returns one completion's scores: ``messages`` is the completion as
-            TRL has it, ``turns`` its ``Turn`` objects, and each column comes with that row's value.
+        score: function ``score(messages, turns, **columns)`` that returns the scores of one completion's turns.
+            ``messages`` is the completion as TRL has it, ``turns`` its ``Turn`` objects, and each of the ``columns`` is
+            the value of that row.
 
     Raises:
-        ValueError: when called without turns, or for another number of scores than turns.
+        ValueError: when called without turns, or if there are not as many scores as turns.
     """
 
     def __init__(self, score: Callable[..., Any] | None = None) -> None:
@@ -52,7 +54,7 @@ class TurnRewards(StepReward):
     def _asked(
         self, completions: Sequence[Any], turns: Sequence[Sequence[Turn]], columns: Mapping[str, Any]
     ) -> list[Any]:
-        """Return what the environments or the function answer for each completion."""
+        """Return for each completion the scores that its environment, or the function, gives its turns, unchecked."""
         if self.score is None:
             environments = columns.get("environments")
             if environments is None:
@@ -72,7 +74,8 @@ class TurnRewards(StepReward):
         return answers_of(asked)
 
     def _placed(self, answers: Sequence[Any], turns: Sequence[Sequence[Turn]]) -> list[StepScores]:
-        """Check that each completion has one score a turn, and place them. A turn without a token has no place."""
+        """Check that each completion has one score a turn, and place each at the turn's last token. A turn without
+        tokens is left out."""
         placed = []
         for row, (scores, own) in enumerate(zip(answers, turns, strict=True)):
             if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != len(own):
@@ -95,14 +98,16 @@ def _answer(environment: Any, turns: Sequence[Turn]) -> Any:
 
 
 def of_environments(kinds: Sequence[type]) -> TurnRewards | None:
-    """Return the reward that asks environments of these classes for their turns' scores; None if none has any."""
+    """Return a ``TurnRewards`` that asks the environments, if one of these classes has a method ``turn_rewards``; else
+    None."""
     if any(callable(getattr(kind, "turn_rewards", None)) for kind in kinds):
         return TurnRewards()
     return None
 
 
 def turns_of_rows(columns: Mapping[str, Any], who: str) -> list[Sequence[Turn]]:
-    """Return the turns of each completion. Raises ValueError if the run does not tell them."""
+    """Return the turns of each completion, from the column ``turns``. Raises ValueError, naming the reward ``who``, if
+    there is no such column, as in a run without ``rollout.turns``."""
     found = columns.get(TURNS_COLUMN)
     if found is None or not all(isinstance(turn, Turn) for turns in found for turn in turns):
         raise ValueError(
@@ -112,8 +117,18 @@ def turns_of_rows(columns: Mapping[str, Any], who: str) -> list[Sequence[Turn]]:
 
 
 def by_call(turns: Sequence[Turn], scores: Scores) -> list[float | None]:
-    """Return one score a turn: the sum of the scores of its answered calls, given in their order; None for a turn
-    without an answered call. Raises ValueError for another number of scores than answered calls."""
+    """Sum up scores of calls by turn.
+
+    Args:
+        turns: the turns of one completion.
+        scores: one score for each answered call of these turns (one that did not fail), in order; None: not scored.
+
+    Returns:
+        One score a turn; None for a turn without a scored call.
+
+    Raises:
+        ValueError: there are not as many scores as answered calls.
+    """
     answered = [sum(call.failure is None for call in turn.calls) for turn in turns]
     if sum(answered) != len(scores):
         raise ValueError(f"{len(scores)} scores were given for {sum(answered)} answered calls; each has one")
@@ -131,17 +146,18 @@ def by_call(turns: Sequence[Turn], scores: Scores) -> list[float | None]:
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """What failed calls and reached limits are worth: Σ over what happened in a completion's turns, as one number.
+    """Reward of failed calls and reached limits: the sum over what happened in a completion's turns, each event worth
+    the number below. At least one of them must not be 0.
 
     Args:
-        unparsable: a turn with a call that cannot be read.
-        unknown: a call of a tool that does not exist.
-        raised: a call whose tool raised.
-        timed_out: a call that was given up (``tool_seconds``).
-        turn_tokens: a turn that reached ``turn_tokens``.
-        tool_tokens: a call whose answer was cut (``tool_tokens``).
-        turns: a completion that ended at ``max_turns``.
-        completion: a completion that ended for lack of room (``max_completion_length``).
+        unparsable: worth of a turn with a call that cannot be read.
+        unknown: of a call of a tool that does not exist.
+        raised: of a call whose tool raised an error.
+        timed_out: of a call that took longer than ``tool_seconds``.
+        turn_tokens: of a turn that reached ``turn_tokens``.
+        tool_tokens: of a call whose answer was cut at ``tool_tokens``.
+        turns: of a completion that ended at ``max_turns``.
+        completion: of a completion that ended for lack of room (``max_completion_length``).
     """
 
     unparsable: float = 0.0
@@ -160,7 +176,7 @@ class TurnLimits:
             raise ValueError(f"`turn_limits` is {worth}; it says in finite numbers what one or more of these are worth")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Return the sum for each completion. Raises ValueError if the run does not tell the turns."""
+        """Return the sum for each completion. Raises ValueError if the run has no column ``turns``."""
         worth = asdict(self)
         counted = [events(turns) for turns in turns_of_rows(columns, self.__name__)]
         return [math.fsum(value * found[name] for name, value in worth.items()) for found in counted]
@@ -178,11 +194,13 @@ def events(turns: Sequence[Turn]) -> Counter[str | None]:
 
 
 class JudgedByEnvironment:
-    """What the environment of each completion says of it, ``get_reward()``: a number, or None. TRL asks environments
-    for it by itself in a training; name this reward (``environment``) to judge an evaluation by it.
+    """Reward each completion by what its environment's ``get_reward()`` returns: a number, or None.
+
+    In a training TRL asks environments for it by itself; name this reward (``environment``) to judge an evaluation by
+    it.
 
     Raises:
-        ValueError: without environments, or where one has no ``get_reward``.
+        ValueError: there are no environments, or one has no ``get_reward``.
     """
 
     __name__ = "environment"
@@ -197,10 +215,10 @@ class JudgedByEnvironment:
 
 
 def answers_of(asked: Sequence[Any]) -> list[Any]:
-    """Return what was answered; coroutines among the answers are awaited side by side."""
+    """Return the answers in order. Those that must be awaited are, concurrently, in a thread of their own."""
     if not any(map(inspect.isawaitable, asked)):
         return list(asked)
-    with ThreadPoolExecutor(1) as thread:  # the caller's thread may have a loop that runs, as in a notebook
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may run an event loop already, as in a notebook
         return thread.submit(asyncio.run, _awaited(asked)).result()
 
 

@@ -7,9 +7,9 @@ in the length of the text: model text is hostile.
 A *script group* is a set of scripts that texts of one language commonly mix (Han and kana). Languages in different
 groups are told apart by their characters alone.
 
-**Likelihoods** within a group, p(word | language), are unnormalised: wordfreq's frequencies (~20–30 thousand words a
-language). A word in no list gets a frequency just too low for the lists, divided among the languages by lingua's
-confidences.
+**Likelihoods** within a group, p(word | language), are wordfreq's frequencies, not normalised (its lists have 20 to 30
+thousand words a language). A word that is in no list gets a frequency just too low for them, divided among the
+languages by the confidences of the language detector lingua.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _SYMBOLS = (
 _NEUTRAL_WORDS = frozenset(_SYMBOLS.split())
 
 LETTER_WORDS = frozenset("aeiouy")
-"""Single letters a–z that are a word in some language (English "a", Spanish "y"); they can as well be variables."""
+"""Letters that alone are a word in some language (English "a", Spanish "y"), though each may also be a variable."""
 
 _ENVIRONMENTS = (
     "align aligned alignat alignedat equation gather gathered array eqnarray "
@@ -147,6 +147,8 @@ def _prose(text: str) -> str:
 
 
 def _blank(span: str) -> str:
+    """Return what is prose in a span of code or formulas: texts in ``\\text{…}``, and all that is neither Latin nor
+    Greek."""
     prose = " ".join(_PROSE_IN_FORMULA.findall(span))
     rest = ""
     if not span.isascii():
@@ -156,6 +158,8 @@ def _blank(span: str) -> str:
 
 @lru_cache(maxsize=65_536)
 def _mixed_words(token: str) -> tuple[Word, ...]:
+    """Return the words of a token that has a character beyond ASCII, cut where the script changes. In a token with a
+    digit or an underscore, such as a name in code, the Latin pieces are left out."""
     pieces = _script_runs(token)
     has_digit = any(group is None for group, _ in pieces)
     return tuple(
@@ -167,6 +171,7 @@ def _mixed_words(token: str) -> tuple[Word, ...]:
 
 
 def _piece_words(piece: str, group: str) -> list[Word]:
+    """Return the word that a piece of one script is, in a list; an empty list for a symbol or a neutral word."""
     folded = piece.casefold().replace("’", "'").strip("'")
     # a single consonant a–z or a single Greek letter is a symbol
     symbol = len(folded) == 1 and folded not in LETTER_WORDS and (folded.isascii() or group == "greek")
@@ -176,8 +181,8 @@ def _piece_words(piece: str, group: str) -> list[Word]:
 
 
 def _script_runs(token: str) -> list[tuple[str | None, str]]:
-    """Cut ``token`` where the script changes, into (script group, piece); the group of digits, underscores and the
-    like is ``None``. Marks, apostrophes and joiners belong to the letters before them."""
+    """Cut ``token`` where the script changes, into (script group, piece). Digits, underscores and the like have the
+    group ``None``; marks, apostrophes and joiners belong to the letters before them."""
     runs: list[tuple[str | None, str]] = []
     for letter in token:
         group: str | None = None
@@ -198,24 +203,27 @@ Likelihoods = NDArray[np.float64]
 
 UNSEEN = 1e-7
 """Frequency of a word in a language whose list does not have it. The lists end at 1e-6, a word in a million."""
-LISTED = 5e-7  # between the lists' least frequency and what a word gets without being in any
+LISTED = 5e-7
+"""Frequency above which a language is taken to have a word in its list: between ``UNSEEN`` and the lists' least one."""
 FOREIGN = 3e-7
 """Likelihood p(w | no language we know). A word that no language explains better counts as ``other``."""
 NAME, KNOWN_NAME = 1e-5, 1e-3
-"""Likelihood that is added to every language, and to ``other``, for a capitalised word: "The" keeps its evidence and a
-name follows its text. The second holds if half of the lists have the word (José, but no German noun)."""
+"""Likelihood that is added to every language, and to ``other``, for a capitalised word: "The" keeps its evidence, while
+a name counts for the language of its text. ``KNOWN_NAME`` is for words in half of the lists (José, but no German
+noun)."""
 LONGEST_WORD = 40
 RARE_CHARACTER = log(1e-6)
 TRADITIONAL = 0.3  # a character in its traditional form, beside its simplified one
 HAN_IN_JAPANESE = log(0.45)  # about that share of Japanese characters is Han; counted for three characters of a run
 KANA_IN_CHINESE = log(1e-3)
 MAX_GUESSED = 250
-"""Largest number of different unlisted words of one text that lingua is asked for (0.3 ms each). The others carry no
-evidence."""
+"""Largest number of different unlisted words of one text that lingua is asked for (0.3 ms each). The others are equally
+likely in all languages."""
 
 
 def word_likelihoods(words: Sequence[Word], group: str) -> Likelihoods:
-    """Return ``[W, L + 1]``: p(w | l) for the languages of ``group`` in order, then for ``other``."""
+    """Return p(word | language), ``[W, L + 1]``: a column for each language of ``group`` in order, the last for
+    ``other``."""
     languages = LANGUAGES_OF_GROUP[group]
     if group == "cjk":
         return _run_likelihoods(words, languages)
@@ -234,9 +242,11 @@ def word_likelihoods(words: Sequence[Word], group: str) -> Likelihoods:
 
 
 def _run_likelihoods(runs: Sequence[Word], languages: tuple[str, ...]) -> Likelihoods:
-    """Return ``[W, L + 1]`` for unbroken runs of Han and kana. A run is in one language: p(run | l) = Π p(character
-    | l). Values are relative to the run's likeliest language: only ratios matter, and the product of a long run
-    underflows."""
+    """Return p(run | language), ``[W, L + 1]`` as in ``word_likelihoods``, for unbroken runs of Han and kana.
+
+    A run is taken to be in one language, with p(run | language) = Π p(character | language). Values are divided by that
+    of the run's likeliest language: only ratios matter, and the product of a long run underflows.
+    """
     tables = [_characters(language) for language in languages]
     logs = np.array([[sum(table.get(c, RARE_CHARACTER) for c in run.text) for table in tables] for run in runs])
     for row, run in enumerate(runs):
@@ -248,8 +258,12 @@ def _run_likelihoods(runs: Sequence[Word], languages: tuple[str, ...]) -> Likeli
 
 @cache
 def _characters(language: str) -> dict[str, float]:
-    """Return log p(character | language, kind) from the word list, with the kind Han or kana. Without the kind,
-    Japanese with few kana would be taken for Chinese, where a kana is rare."""
+    """Return log p(character | language) for Han characters and kana.
+
+    Han characters have their frequencies in the word list, normalised among themselves. A kana has the value 0 in
+    Japanese and ``KANA_IN_CHINESE`` in Chinese. Normalised together with kana, Han characters would be so rare in
+    Japanese that a text with few kana would be taken for Chinese.
+    """
     frequency: dict[str, float] = {}
     for word, weight in _frequencies(language).items():
         for character in word:
@@ -271,7 +285,7 @@ def _characters(language: str) -> dict[str, float]:
 
 @lru_cache(maxsize=100_000)
 def _listed(word: str, languages: tuple[str, ...]) -> Likelihoods | None:
-    """Return a word's frequency in each language, ``UNSEEN`` where a list lacks it; ``None`` if all lists do."""
+    """Return a word's frequency in each language, ``[L]``, ``UNSEEN`` where the list lacks it; None if all lists do."""
     lists = [_frequencies(language) for language in languages]
     forms = [word]
     if "'" in word:  # French and Italian lists hold the parts of l'homme, the English one don't as a whole
@@ -282,9 +296,11 @@ def _listed(word: str, languages: tuple[str, ...]) -> Likelihoods | None:
 
 @lru_cache(maxsize=100_000)
 def _guessed(word: str, languages: tuple[str, ...]) -> Likelihoods:
-    """Turn lingua's confidences into frequencies of an unlisted word; their mean over the languages is ``UNSEEN``.
+    """Return the frequency of an unlisted word in each language, ``[L]``: shares by lingua's confidences, with the mean
+    ``UNSEEN``.
 
-    lingua's last bits differ from call to call, since it adds up in the order of a hash map. They are rounded off.
+    The last bits of the confidences differ from call to call, since lingua adds up in the order of a hash map. They are
+    rounded off.
     """
     values = _detector(languages).compute_language_confidence_values(word)
     confidences = {value.language.iso_code_639_1.name.lower(): round(value.value, 9) for value in values}
@@ -295,12 +311,14 @@ def _guessed(word: str, languages: tuple[str, ...]) -> Likelihoods:
 
 @cache
 def _frequencies(language: str) -> dict[str, float]:
+    """Load wordfreq's list of a language: word → share of all words."""
     words: dict[str, float] = _offline_library("wordfreq").get_frequency_dict(language, "small")
     return words
 
 
 @cache
 def _detector(languages: tuple[str, ...]) -> Any:
+    """Build lingua's detector of these languages."""
     lingua = _offline_library("lingua")
     codes = [getattr(lingua.IsoCode639_1, language.upper()) for language in languages]
     # Trigram models only: 30 MB instead of 500 for the Latin languages, and unlisted words are rarely short.
@@ -308,6 +326,7 @@ def _detector(languages: tuple[str, ...]) -> Any:
 
 
 def _offline_library(name: str) -> Any:
+    """Import a library of the extra ``language``. Raises ImportError that says how to install it."""
     try:
         return import_module(name)
     except ImportError as error:

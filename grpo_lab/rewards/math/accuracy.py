@@ -7,6 +7,10 @@ them. See docs/algorithms/accuracy_reward.md.
 
 The gold in the `solution` column is a bare answer, GSM8K's `... #### 18`, or a full solution with `\boxed{}`.
 
+How a batch is scored (`AccuracyReward.judge`): the gold is read from each solution (`gold_answer`) and the answer from
+each completion (`extraction.py`), both are paired in one or two readings (`_readings`), the verifier compares all pairs
+at once (`grpo_lab.verifiers`), and its verdicts become one `Judgement` a completion.
+
 ``HashesReward`` and ``BoxedReward`` score as other projects do, for comparison.
 """
 
@@ -44,8 +48,8 @@ _UNTRUE = MathVerdict(Verdict.NOT_EQUAL, "an equation whose sides differ")
 
 
 def gold_answer(solution: Any) -> str | None:
-    """Return the answer that a solution ends with, or None if it has none. The verifier decides later whether that
-    answer can be compared with anything (`kind_of_gold`)."""
+    """Return the gold answer of a solution, or None if it has none. The verifier decides later whether that answer can
+    be compared with anything (`kind_of_gold`)."""
     if not isinstance(solution, str):
         return number_text(solution)
     if not solution.strip():
@@ -64,8 +68,15 @@ def gold_answer(solution: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement of one completion: gold and answer as they were read, the answer's marker, the verdict with its
-    reason."""
+    """The judgement of one completion.
+
+    Attributes:
+        gold: the gold answer that was read from the solution; None without one.
+        answer: the answer that was read from the completion; None without one.
+        marker: the marker that led to the answer (`extraction.Marker`).
+        verdict: whether they are equal, or why that is not known.
+        reason: in words, which rule decided or what went wrong.
+    """
 
     gold: str | None
     answer: str | None
@@ -155,8 +166,8 @@ class AccuracyReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Return the rewards in order. A prompt is read only for the unit that it asks for (`asked_unit`). Shares of
-        verdicts go to `log_metric`."""
+        """Return the rewards in order. A prompt is read only for the unit that it asks for (`asked_unit`). TRL's
+        `log_metric` gets the shares of unscorable golds, timeouts, unjudged answers, and completions without answer."""
         if completions is None:
             raise ValueError("AccuracyReward needs completions=[...]; got none")
         if solution is None:
@@ -178,8 +189,13 @@ class AccuracyReward:
     def judge(
         self, completions: Sequence[Any], solutions: Sequence[Any], prompts: Sequence[Any] | None = None
     ) -> list[Judgement]:
-        """Judge completions, and return for each what was read and the reason of its verdict. It serves reports, and
-        whoever inspects wrong answers."""
+        """Judge completions, and return for each what was read and the reason of its verdict, as reports need it.
+
+        Args:
+            completions: texts, or message lists.
+            solutions: the golds, one per completion.
+            prompts: the questions, one per completion; None if they ask for no unit.
+        """
         if prompts is None:
             questions = [""] * len(completions)
         else:
@@ -234,16 +250,16 @@ def _once(read: Callable[[Any], T], texts: Sequence[Any]) -> list[T]:
 
 
 def _beside(gold: str, answer: Answer) -> str:
-    """Return the part of the answer to compare: all of it, `(A) 5 apples`, if the gold is a choice; else without the
-    letter."""
+    """Return the part of an answer that is compared: with its letter, `(A) 5 apples`, if the gold is a choice, and
+    without it, `5 apples`, beside any other gold."""
     if answer.labelled and names_choice(gold):
         return answer.labelled
     return answer.text
 
 
 def _readings(gold: str, answer: str, unit: Fraction | None) -> list[tuple[str, str]]:
-    """Return the pairs (gold, answer) to compare: as written and, if the question asks for a unit such as dozens,
-    also counted in it (`7 dozen` as 7)."""
+    """Return the pairs (gold, answer) to compare; one equal pair is enough. The first is as written. If the question
+    asks for a `unit` such as dozens (12), the second counts both in it (`7 dozen` as 7)."""
     if unit is None or len(answer) > 200:
         return [(gold, answer)]
     counted, given = (in_figures(canonical(text), letters=True, unit=unit) for text in (gold, answer))
@@ -251,12 +267,18 @@ def _readings(gold: str, answer: str, unit: Fraction | None) -> list[tuple[str, 
 
 
 def _judgement(gold: str | None, answer: Answer | None, found: list[MathVerdict]) -> Judgement:
+    """Combine the verdicts of all readings of one answer.
+
+    It is equal if one reading is, else unjudged if one is, else what the first says. An equal answer that states a
+    false equation, `4 = 3` for a gold of 3, is wrong all the same. Without an answer the gold was compared with itself,
+    which only tells whether it can be scored.
+    """
     unjudged = [one for one in found if one.verdict is Verdict.UNJUDGED]  # it may have been equal
     verdict = next((one for one in found if one.equal), (unjudged or found)[0])
     if answer is None and verdict.verdict not in _UNSCORED:
         verdict = _NO_ANSWER
     if verdict.equal and answer is not None and "=" in answer.text and "=" not in str(gold):
-        # `4 = 3`, `x = 2 + 2 = 3`: the last two sides are arithmetic, and differ; not what is read in part (`2\pi`)
+        # `4 = 3`, `x = 2 + 2 = 3`: the last two sides are arithmetic, and differ; LaTeX (`2\pi`) would be read in part
         written = plain(canonical(answer.text).replace("==", "="))
         if "\\" not in written and not all(link.holds for link in judged(written)[-1:]):
             verdict = _UNTRUE
@@ -265,12 +287,14 @@ def _judgement(gold: str | None, answer: Answer | None, found: list[MathVerdict]
 
 
 class HashesReward(RowReward):
-    """verl's strict GSM8K score (`compute_score`, verl/utils/reward_score/gsm8k.py): 1.0 if the number after `#### ` is
-    the gold answer, character by character, else 0.0.
+    """Reward 1.0 if the number after `#### ` is the gold answer, character by character, else 0.0. This is the strict
+    GSM8K score of verl (`compute_score`, verl/utils/reward_score/gsm8k.py).
 
     So `#### 18.0`, `#### $18` and `####18` earn 0 with a gold of 18 (`AccuracyReward`: 1), as does a right answer in a
-    box. The score measures the format as much as the mathematics (docs/reproduce.md). `take` says which `#### number`
-    of a completion counts: `"last"` (verl since 2025) or `"first"` (before).
+    box. The score measures the format as much as the mathematics (docs/reproduce.md).
+
+    Args:
+        take: which `#### number` of a completion counts, `"last"` (verl since 2025) or `"first"` (before).
     """
 
     columns = ("solution",)
@@ -293,12 +317,12 @@ class HashesReward(RowReward):
 
 class BoxedReward(AccuracyReward):
     r"""Reward 1.0 for the gold answer in the last `\boxed{}`, 0.0 for another answer, `unreadable` without a box.
-    Equality is judged as by `AccuracyReward`. No other marker counts, thinking tags are ignored, run-on text is not
-    cut.
+    Equality is judged as by `AccuracyReward`. No other marker counts, thinking tags are ignored, and run-on text is not
+    cut off.
 
     Sources: `boxed_reward_fn` of sail-sg/understand-r1-zero; ServiceNow/TapeAgents, examples/rl_gsm8k (-1 where no
-    answer can be read). Unlike there, equality is math-verify's (TapeAgents compares the box's first whole number). A
-    completion cut at its length limit earns what its box earns (in these projects 0 and -1).
+    answer can be read). How we differ: equality is math-verify's (TapeAgents compares the box's first whole number),
+    and a completion that was cut at its length limit earns what its box earns (in these projects 0 and -1).
 
     Args:
         unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.

@@ -1,6 +1,7 @@
 """Find the one expression that a short text states: `18 eggs` -> `18`, `The largest $n$ is 34` -> `34`.
 
-A number is read with all that belongs to it, since what follows may change its value, or make it one of several:
+A number is read with all that belongs to it, since what follows may change its value, or make it one of several. What
+makes it one of several is kept in the expression, so that the verifier finds it equal to no single number:
 
     "12 million people"  -> "12 million"      "3 apples and 5 pears"   -> "3 apples and 5" (equal to no one number)
     "8 out of 10 voters" -> "8 out of 10"     "18 because 3 + 15 = 18" -> "18"
@@ -98,8 +99,8 @@ _MARKDOWN = " \t\r\n*_`>"
 
 
 def asked_unit(question: str) -> Fraction | None:
-    """Return the unit in which a question asks for its answer: 12 for `How many dozen eggs …?`, 1000 for
-    `How much, in thousands, …?`, None without one."""
+    """Return the unit in which a question asks for its answer, as a number: 12 for `How many dozen eggs …?`, 1000 for
+    `How much, in thousands, …?`. None if it names none."""
     found = _ASKED.search(question)
     if found is None:
         return None
@@ -127,7 +128,7 @@ def whole_number(text: str, start: int, end: int) -> int:
 
 
 def number_in_words(text: str) -> str | None:
-    """Return the text if it is a number in words, alone or with what it counts: `five thousand`, `three eggs`. Else
+    """Return the text if it is a number in words, alone or with what it counts (`five thousand`, `three eggs`); else
     None."""
     text = text.strip()
     if not text[:1].isalpha() or not any(is_value_word(word) for word in text.replace("-", " ").split()[:3]):
@@ -139,8 +140,8 @@ def number_in_words(text: str) -> str | None:
 
 
 def stated_in_words(content: str) -> str | None:
-    """Return a number in words that stands alone or after the last verb: `five thousand`,
-    `The total is half a million`."""
+    """Return the number in words that a text is, or that follows its last verb (`The total is half a million`); None
+    without one."""
     content = content.strip(" \t\n*_.\"'")
     return number_in_words(content) or number_in_words(_VERB.split(content)[-1])
 
@@ -154,7 +155,8 @@ class Span(NamedTuple):
 
 
 def math_spans(text: str) -> list[Span]:
-    r"""Find `$..$`, `$$..$$`, `\(..\)` and `\[..\]`, in order. A pair of dollar signs around prose is money."""
+    r"""Find the formulas in `$..$`, `$$..$$`, `\(..\)` and `\[..\]`, in order. A pair of dollar signs around prose is
+    none: there they mean money."""
     spans: list[Span] = []
     opened: tuple[str, int, int] | None = None
     for token in _SPAN_TOKEN.finditer(text):
@@ -175,7 +177,7 @@ def math_spans(text: str) -> list[Span]:
 
 
 def is_expression(text: str) -> bool:
-    """Return whether all of the text is one expression, without a sentence around it."""
+    """Return whether a text is an expression and nothing else: it has no word of prose."""
     read = 0 < len(text) <= _MAX_EXPRESSION and any(map(str.isalnum, text)) and "?" not in text
     return read and not prose_words(text)
 
@@ -187,9 +189,11 @@ def joined(parts: list[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def stated_expression(content: str) -> str | None:
-    """Return the one expression that a short text states; None if it states none or several. It tries in order: all
-    of the text; what it begins with (`18 because ...`); what follows its last `is`, `=` or `:`; the only expression
-    in it."""
+    """Return the one expression that a short text states; None if it states none or several.
+
+    It is the first of these that there is: the whole text; what the text begins with (`18 because ...`); what follows
+    its last `is`, `=` or `:`; the only expression in it.
+    """
     content = content.strip(_MARKDOWN).rstrip(".")
     if _FIGURES.fullmatch(content):
         return content
@@ -203,6 +207,8 @@ def stated_expression(content: str) -> str | None:
 
 
 def _whole_or_leading(content: str) -> str | None:
+    """Return a text that is an expression, else the expression that it begins with: a number, or one formula or
+    several in a row, which become a list."""
     content = content.strip(_MARKDOWN)
     spans = math_spans(content)
     if is_expression(content.replace("$", "")) and (content.count("$") <= 2 or len(spans) <= 1):
@@ -220,7 +226,7 @@ def _whole_or_leading(content: str) -> str | None:
 
 
 def _leading_number(content: str) -> str | None:
-    """Return the number that a text begins with, and all that belongs to it; `minus 5` and `negative 5` are -5."""
+    """Return the number that a text begins with, together with all that belongs to it (`minus 5` is -5), or None."""
     leading = _LEADING.match(content)
     if leading:
         return content[: whole_number(content, 0, leading.end())]
@@ -232,8 +238,8 @@ def _leading_number(content: str) -> str | None:
 
 
 def _with_what_follows(content: str, span: Span) -> str:
-    """Return the inside of a span with what belongs to it: `12 million` for `$12$ million`, `8 out of 10` for
-    `$8$ out of $10$`."""
+    """Return the inside of a formula and, if it is a number, what belongs to it: `12 million` for `$12$ million`,
+    `8 out of 10` for `$8$ out of $10$`."""
     inside = span.inside.strip()
     if _PERCENT_AFTER.match(content, span.end):
         return inside + r"\%"
@@ -244,6 +250,8 @@ def _with_what_follows(content: str, span: Span) -> str:
 
 
 def _after_last_verb(content: str) -> str | None:
+    """Return the expression behind the last `is`, `=`, `:` or the like outside of formulas; None if there is none, or
+    the text states several values (`x is 3 and y is 5`)."""
     spans = math_spans(content)
     heads = [head for head in _TAIL_HEAD.finditer(content) if not any(s.start < head.start() < s.end for s in spans)]
     if not heads:
@@ -252,12 +260,12 @@ def _after_last_verb(content: str) -> str | None:
     if len(heads) > 1:
         between = _NEXT_SUBJECT.fullmatch(content, heads[-2].end(), heads[-1].start())
     if between and not _SUMMARY.search(between[1]):
-        return None  # `x is 3 and y is 5`, `Anna: 3, Tomas: 5`: one of two, not what the text comes to
+        return None  # `x is 3 and y is 5`, `Anna: 3, Tomas: 5`: the last is one of two, not the result of the text
     return _whole_or_leading(content[heads[-1].end() :])
 
 
 def expressions_in(text: str) -> list[tuple[int, str]]:
-    """Return (end position, expression) of every math span, and of every number outside of spans, in order."""
+    """Return (index of its end, expression) of every formula and of every number outside of formulas, in order."""
     spans = math_spans(text)
     found = [
         (span.end, span.inside.strip() + (r"\%" if _PERCENT_AFTER.match(text, span.end) else "")) for span in spans
@@ -270,7 +278,7 @@ def expressions_in(text: str) -> list[tuple[int, str]]:
 
 
 def _numbers(text: str, start: int, stop: int) -> list[tuple[int, str]]:
-    """Return (end position, text) of every number in `text[start:stop]`; `12 million` and `8 out of 10` are one
+    """Return (index of its end, text) of every number in `text[start:stop]`. `12 million` and `8 out of 10` are one
     number each."""
     found: list[tuple[int, str]] = []
     done = start

@@ -1,7 +1,10 @@
 """Extract the final answer from a completion.
 
-It follows five rules (docs/algorithms/accuracy_reward.md, "What is read"). All scans are linear in the length of the
-completion.
+`extract_answer` follows five rules (docs/algorithms/accuracy_reward.md, "What is read"). The text after the thinking
+(`_after_thinking`) is cut where another turn begins. Its markers are found, each with the answer that it states
+(`_markers`). The text is cut again where the model, after its first answer, runs on into a new task (`run_on.py`). Of
+the markers that are left the last one wins (`_final`). Without a marker, mode `lenient` looks for a number or formula
+(`_last_resort`). All scans are linear in the length of the completion.
 """
 
 from __future__ import annotations
@@ -58,9 +61,11 @@ _LONGEST_READ = 4000
 
 
 def is_heading(line: str, before: str) -> bool:
-    """Return whether a `line` behind `####` is a heading and no answer: `#### Step 1`, `#### 1. Add`,
-    `#### 2. Multiply` if the text `before` has an item 1. `#### 30. Jeff walks ...` with no item 29 before it is the
-    answer 30."""
+    """Return whether a `line` behind `####` is a heading and no answer, as in `#### Step 1` and `#### 1. Add`.
+
+    `#### 2. Multiply` is a heading if the text `before` has an item 1; `#### 30. Jeff walks ...` with no item 29 before
+    it is the answer 30.
+    """
     if line.startswith("#") or _HEADING.match(line):
         return True
     numbered = _NUMBERED.match(line)
@@ -72,8 +77,8 @@ def is_heading(line: str, before: str) -> bool:
 
 
 def closed_boxes(text: str) -> list[tuple[int, int, int, int]]:
-    """Find the outermost closed boxes, in one pass with a stack. Each is (start, end, start of its inside, end of
-    its inside)."""
+    r"""Find the outermost closed `\boxed{}` and `\fbox{}`, in one pass with a stack. Each is (start, end, start of its
+    inside, end of its inside)."""
     first = min((place for head in ("\\boxed", "\\fbox") if (place := text.find(head)) >= 0), default=-1)
     if first < 0:
         return []
@@ -110,8 +115,16 @@ def closed_boxes(text: str) -> list[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer in a completion: its `text`, the `marker` that led to it, its place `[start, end)`. `weak`: it is
-    plain words, no expression. `labelled`: the text with its choice letter, `(A) 5 apples`; None without one."""
+    """One answer in a completion.
+
+    Attributes:
+        text: the answer without its marker.
+        marker: kind of the marker that led to it.
+        start: index in the completion's text where its marker begins.
+        end: index behind its content and, in `<answer>` and boxes, behind the closing tag or brace.
+        weak: whether it is plain words and no expression.
+        labelled: the answer with the letter of a choice, `(A) 5 apples`; None without a letter.
+    """
 
     text: str
     marker: Marker
@@ -122,7 +135,8 @@ class Answer:
 
 
 def extract_answer(completion: str, mode: Mode = "strict") -> Answer | None:
-    """Return the model's own final answer in a completion, or None if it gives none."""
+    """Return the model's own final answer in a completion, or None if it gives none. Mode `strict` reads answers behind
+    markers only; `lenient` also reads unmarked ones, and completions whose thinking is never closed."""
     text = _after_thinking(completion)
     if text is None and mode == "strict":
         return None
@@ -139,8 +153,12 @@ def extract_answer(completion: str, mode: Mode = "strict") -> Answer | None:
 
 
 def _after_thinking(completion: str) -> str | None:
-    """Return the text after the (first) closed thinking block; None if it is never closed and no answer comes before
-    it."""
+    """Return the text in which the answer is looked for: what follows the first closed thinking block, up to another
+    block that begins after an answer.
+
+    Without a thinking tag it is the whole completion. If a block is never closed, it is the text before that block if
+    this has an answer; else the result is None.
+    """
     _, closed, text = completion.partition(END_OF_THINK)
     if not closed:
         opened = completion.find(THINK)
@@ -160,12 +178,13 @@ def _after_thinking(completion: str) -> str | None:
 
 
 def _markers(text: str) -> list[Answer]:
+    """Find the answers of all markers: those in `<answer>` if there are any, else those of the other markers."""
     return _answer_tags(text) or _untagged_markers(text)
 
 
 def _untagged_markers(text: str) -> list[Answer]:
-    r"""Find the answers of all markers but `<answer>`, in order. In "answer is $\boxed{5}$" both markers overlap,
-    and only the box counts."""
+    r"""Find the answers of all markers except `<answer>`, in order. Of markers that overlap, as in "answer is
+    $\boxed{5}$", only the box counts."""
     boxes = boxed_answers(text)
     starts = [box.start for box in boxes]
     found = list(boxes)
@@ -179,6 +198,8 @@ def _untagged_markers(text: str) -> list[Answer]:
 
 
 def _final(own: list[Answer], text: str) -> Answer:
+    """Choose the final answer: the last one, weak ones only if there is no other. Boxes before the last box that belong
+    together with it are joined with it into a list."""
     firm = [answer for answer in own if not answer.weak] or own
     last = max(firm, key=lambda answer: (answer.end, answer.start))
     if last.marker != "boxed":
@@ -195,6 +216,7 @@ def _final(own: list[Answer], text: str) -> Answer:
 
 
 def _belong_together(between: str) -> bool:
+    """Return whether the text between two boxes makes them one list of answers, as `and` does in `x = 2 and y = 3`."""
     if len(between) > 60 or "\n\n" in between or ". " in between:
         return False
     words = re.findall(r"[^\W\d_]+", re.sub(r"\\[a-zA-Z]+", " ", between))
@@ -208,6 +230,8 @@ def _belong_together(between: str) -> bool:
 
 
 def _last_resort(text: str) -> Answer | None:
+    """Return the answer of a text without markers: all of it if it is one expression, else its last expression before
+    a run-on, else its last capital letter A to H."""
     stripped = text.strip()
     one_piece = "\n" not in stripped or stripped.startswith("\\begin{")
     if one_piece and len(stripped) <= _WINDOW and is_expression(stripped.replace("$", "")):
@@ -226,7 +250,8 @@ def _last_resort(text: str) -> Answer | None:
 
 
 def _answer_tags(text: str) -> list[Answer]:
-    """Find the answers in `<answer>` blocks. The last may lack `</answer>`, as engines cut a stop string off."""
+    """Find the answers in `<answer>` blocks, by the markers inside a block or from all of its content. The last block
+    may lack `</answer>`, as engines cut a stop string off."""
     found = []
     start = text.find("<answer>")
     while start != -1:
@@ -267,6 +292,7 @@ def _labelled(content: str) -> str | None:
 
 
 def _behind_label(content: str) -> str:
+    """Return what stands behind the letter of a choice, `5 apples` of `(A) 5 apples`; the content if it has none."""
     choice = None
     if len(content) <= _WINDOW:
         choice = read_choice(content.strip())
@@ -276,7 +302,7 @@ def _behind_label(content: str) -> str:
 
 
 def boxed_answers(text: str) -> list[Answer]:
-    """Find the answers in the outermost closed boxes that are not empty."""
+    r"""Find the answers in the outermost closed `\boxed{}` that are not empty, in order."""
     boxes = [(a, b, text[inside:end]) for a, b, inside, end in _first_and_last(closed_boxes(text))]
     return [
         Answer(_read(inside), "boxed", start, end, labelled=_labelled(inside))
@@ -286,6 +312,7 @@ def boxed_answers(text: str) -> list[Answer]:
 
 
 def _hashes(text: str) -> list[Answer]:
+    """Find the answers behind `####`, without headings."""
     found = []
     for head in _first_and_last(list(_HASHES.finditer(text))):
         line = _line(text, head.end()).split("####")[0]
@@ -295,6 +322,7 @@ def _hashes(text: str) -> list[Answer]:
 
 
 def _phrases(text: str) -> list[Answer]:
+    """Find the answers behind phrases such as `the answer is`, without those that are negated or being checked."""
     found = []
     begin = 0
     if text.isascii():
@@ -310,8 +338,8 @@ def _phrases(text: str) -> list[Answer]:
 
 
 def _stated(content: str, marker: Marker, start: int, content_start: int) -> list[Answer]:
-    """Return the answer that a marker's content states, or its few plain words (weak); an empty list if it has
-    neither."""
+    """Return, in a list, the answer that the content behind a marker states; else up to three plain words, as a weak
+    answer; else an empty list. `start` and `content_start` are the places of the marker and of the content."""
     said = _behind_label(content)
     answer = stated_expression(said)
     words = content.strip(" \t*_.\"'")
@@ -325,7 +353,7 @@ def _stated(content: str, marker: Marker, start: int, content_start: int) -> lis
 
 
 def _line(text: str, start: int) -> str:
-    """Return the rest of the line, up to a new task that begins within it."""
+    """Return the rest of the line from `start` on, up to a new task that begins within it."""
     window = text[start : start + _WINDOW].partition("\n")[0]
     task = _TASK_IN_LINE.search(window)
     if task:
@@ -334,8 +362,8 @@ def _line(text: str, start: int) -> str:
 
 
 def _first_and_last(places: list[T]) -> list[T]:
-    """Keep the first places, which show where run-on text begins, and the last, which hold the final answer. This
-    bounds the work on hostile text."""
+    """Keep the first and the last `_KEPT` places: the first show where run-on text begins, and the last hold the final
+    answer. This bounds the work on hostile text."""
     if len(places) <= 2 * _KEPT:
         return places
     return places[:_KEPT] + places[-_KEPT:]

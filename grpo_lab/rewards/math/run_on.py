@@ -40,9 +40,9 @@ _TURN_SIGNS = "<| </ <s> <eos <pad <start <end <bos inst] sys> user human instru
 
 
 def next_turn_start(text: str) -> int:
-    """Return the index where somebody else's turn begins, after the model has said something; `len(text)` if
-    nowhere."""
-    lower = text.lower()  # what `_NEXT_TURN` finds holds one of these; most texts do not
+    """Return the index where another speaker's turn begins after the model's own text; `len(text)` without one. Signs
+    of a turn before the model's first words do not count."""
+    lower = text.lower()  # whatever `_NEXT_TURN` finds holds one of `_TURN_SIGNS`; most texts hold none
     if text.isascii() and not any(sign in lower for sign in _TURN_SIGNS.split()):
         return len(text)
     said = len(text) - len(text.lstrip())
@@ -54,12 +54,14 @@ def next_turn_start(text: str) -> int:
 
 
 def _opens_new_task(line: str) -> bool:
+    """Return whether a line sets a new task: `Question 2:`, `### Problem`, `Now you try`."""
     head = line[:_LOOK_AHEAD]
     body = head[_HEAD_MARKS.match(head).end() :]  # type: ignore[union-attr]  # the pattern matches the empty string
     return bool(_NEW_TASK.match(body) or _NEW_TASK_PHRASE.match(body))
 
 
 def _asks_a_question(line: str) -> bool:
+    """Return whether a line is a question to somebody else, and not the model's to itself (`Wait, is that right?`)."""
     line = line.strip().rstrip("*_\"' ")
     first = None
     if len(line) >= 24 and line.endswith("?"):
@@ -68,8 +70,8 @@ def _asks_a_question(line: str) -> bool:
 
 
 def run_on_start(text: str, answer_end: int) -> int:
-    """Return the index at which the run-on begins, searched from the end of the first answer; `len(text)` if there
-    is none."""
+    """Return the index at which run-on text begins, searched from `answer_end`, the end of the first answer on;
+    `len(text)` if there is none. Signs are a control token, and a line that sets a new task or asks a question."""
     control = _CONTROL.search(text, answer_end)
     limit = control.start() if control else len(text)
     if _opens_new_task(text[answer_end : min(limit, answer_end + _LOOK_AHEAD)].partition("\n")[0]):
