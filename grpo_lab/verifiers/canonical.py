@@ -1,9 +1,10 @@
-r"""Rewrite an answer in canonical spelling: unicode as LaTeX; without wrappers, currency, separators and units. Linear
-in its length.
+r"""Rewrite an answer in canonical spelling: unicode as LaTeX; without wrappers, currency, separators and units.
 
     "**$\boxed{1{,}234}$.**" -> "1,234"        "−3½ kg" -> "-3\frac{1}{2}"        "\text{Evelyn}." -> "\text{Evelyn}"
 
-Nothing is evaluated here, and two answers that mean different things keep different spellings.
+`canonical` does it in the order: signs of Unicode, wrappers from the outside in (`_peel_once`), notations of LaTeX,
+currency, separators of digits, and the unit behind a number (`_without_unit`). Nothing is evaluated here, and two
+answers that mean different things keep different spellings. The time is linear in the length of the answer.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ _SMALL_WORDS = frozenset(_SMALL_WORDS_WORDS.split())
 
 
 def group_end(text: str, open_brace: int) -> int:
-    """Return the index just past the `}` that closes the `{` at `open_brace`; -1 if nothing closes it. `\\{` does
-    not count."""
+    """Return the index just behind the `}` that closes the `{` at `open_brace`; -1 if nothing closes it. Escaped braces
+    (`\\{`) do not count."""
     depth = 0
     for brace in _BRACE.finditer(text, open_brace):
         depth += (brace[0] == "{") - (brace[0] == "}")
@@ -96,7 +97,7 @@ def group_end(text: str, open_brace: int) -> int:
 
 
 def _whole_group(text: str, head: re.Pattern[str]) -> str | None:
-    """Return the inside of `\\command{...}` if that is all of the text; else None."""
+    """Return the inside of `\\command{...}` if that is all of the text; else None. `head` matches `\\command{`."""
     match = head.match(text)
     if match and text.endswith("}") and group_end(text, match.end() - 1) == len(text):
         return text[match.end() : -1]
@@ -104,9 +105,11 @@ def _whole_group(text: str, head: re.Pattern[str]) -> str | None:
 
 
 def _peel_once(text: str) -> str:
+    """Remove white space and punctuation at the ends, then one wrapper: delimiters of a formula, Markdown, quotes, a
+    box, upright letters around a number, or brackets around one answer."""
     text = text.strip()
     while text.endswith("\\") and not text.endswith("\\\\"):
-        text = text[:-1].rstrip()  # a lone backslash at the end, the rest of a cut command
+        text = text[:-1].rstrip()  # a lone backslash at the end is what is left of a cut command
     if not text.endswith(("\\,", "\\;", "\\:")):
         text = text.rstrip(".,;:")
     else:
@@ -130,6 +133,7 @@ def _peel_once(text: str) -> str:
 
 
 def _with_parentheses(function: re.Match[str]) -> str:
+    """Rewrite a match of `_FUNCTION_OF` with parentheses around the argument: `\\sin^2 t` as `\\sin^{2}(t)`."""
     name, braced_power, power, argument = function.groups()
     exponent = ""
     if braced_power or power:
@@ -193,7 +197,12 @@ def canonical(text: str) -> str:
 
 
 def prose_words(text: str) -> list[str]:
-    r"""Return the words that are language, not symbols: outside `\text{}`, no commands, functions, `and`, `or`."""
+    r"""Return the words of a text that are prose.
+
+    Not counted are what is in `\text{}`, commands, names of functions, `and`, `or`, and ASCII words of up to three
+    letters that are no common English words (`_SMALL_WORDS`), since they may be variables. Of a name with `&`, such as
+    `A&W`, the letters beside the `&` are returned.
+    """
     bare = SUPERSCRIPTS.sub(" ", _COMMAND.sub(" ", _GROUP_OF_TEXT.sub(" ", text)))
     names = []
     if r"\begin" not in text:
@@ -203,7 +212,7 @@ def prose_words(text: str) -> list[str]:
 
 
 def inside_text_group(canonical_text: str) -> str | None:
-    r"""Return the words in a canonical `\text{...}`; None if the answer is not wrapped so."""
+    r"""Return the words in `\text{...}` if that is all of a canonical text; else None."""
     return _whole_group(canonical_text, _TEXT_HEAD)
 
 

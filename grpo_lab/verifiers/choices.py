@@ -25,7 +25,13 @@ _HEDGED = re.compile(
 
 
 class Choice(NamedTuple):
-    """The letter, the text behind it, and whether the letter was set as LaTeX text (`\\textbf{(A)}`)."""
+    """A choice that an answer names.
+
+    Attributes:
+        label: its letter, A to H.
+        behind: the text behind the letter; empty without one.
+        wrapped: whether the letter was set as LaTeX text, as in `\\textbf{(A)}`.
+    """
 
     label: str
     behind: str
@@ -33,7 +39,8 @@ class Choice(NamedTuple):
 
 
 def read_choice(text: str) -> Choice | None:
-    """Return the one choice that a text begins with; None if it begins with none, or names another one, too."""
+    """Return the choice with which a text begins; None if it does not begin with a choice, or also names another
+    one."""
     if not _MAY_BEGIN.match(text):
         return None  # the code below gives the same, in ten times the time
     head = text[:_HEAD]

@@ -5,10 +5,11 @@ right. What it calls equal is checked again here, and stays equal if
 
     both sides are exact (`2^{-99}`)       the values agree in `_EXACT` digits
     one holds a decimal (`1.6e-19`)        they agree to six decimals; below 0.1, six from the first significant digit
-    they have variables                    they agree in this way at points of several magnitudes
+    they have variables                    they agree at points of several magnitudes, in `_EXACT` digits or, if one
+                                           holds a decimal, in `_NEARLY`
 
-This check makes nothing equal. A decimal counts as the fraction that it writes. What has no value (`f(x)`) stays as
-judged. It runs in a worker: it imports sympy.
+The check (`agree`) makes nothing equal that math-verify tells apart; only `equal_where_real` does. A decimal counts as
+the fraction that it writes. Sides without a value (`f(x)`) stay equal. This module runs in a worker: it imports sympy.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from itertools import product
 from typing import Any
 
 _DIGITS = 60
+"""Number of digits that are computed."""
 _EXACT = 40
+"""Number of digits in which exact sides must agree."""
 _NEARLY = 12
-"""Numbers of digits: those that are computed, those in which exact sides must agree, and those for sides with variables
-and decimals."""
+"""Number of digits in which sides with variables and decimals must agree."""
 _ZEROS_AT_MOST = 400
 _MOST_SYMBOLS = 3
 _MAGNITUDES = (0, -25)
 _OF_POLYNOMIALS = 25
+"""Powers of ten of the points at which sides with variables are compared; the last one for polynomials only."""
 
 
 @contextmanager
 def relative_closeness() -> Iterator[None]:
-    """Within the block, math-verify's numeric equality also requires `agree`, inside lists and matrices, too."""
+    """Make math-verify's numeric equality also require `agree` within the block, inside lists and matrices, too."""
     from math_verify import grader
 
     absolute = grader.sympy_numeric_eq
@@ -47,7 +50,7 @@ def relative_closeness() -> Iterator[None]:
 
 
 def agree(gold: Any, answer: Any) -> bool:
-    """Return whether two sides that math-verify calls equal have the same value; True if they have none."""
+    """Return whether two sides that math-verify calls equal have the same value; True also if one has no value."""
     from math_verify.grader import get_pct_val
     from sympy import Expr, Float
 
@@ -62,7 +65,8 @@ def agree(gold: Any, answer: Any) -> bool:
 
 
 def _readings(gold: Any, answer: Any, without_percent: Any) -> list[tuple[Any, Any]]:
-    """Return the pair (gold, answer) and, if one has percent signs, the pair without them too: beside 9, `9%` is 9."""
+    """Return the pairs (gold, answer) of which one must agree: as given and, if one has percent signs, also without
+    them, as `9%` counts as 9 beside 9. `without_percent` is math-verify's function for that."""
     bare = (without_percent(gold, gold), without_percent(answer, answer))
     if bare == (gold, answer):
         return [(gold, answer)]
@@ -77,7 +81,8 @@ def _exact(side: Any) -> Any:
 
 
 def _value(side: Any) -> Any:
-    """Evaluate to `_DIGITS` digits; zero if none of them is certain, None if it is no number."""
+    """Evaluate an expression to `_DIGITS` digits. Return 0 if none of the digits is certain, as in a difference of
+    equal numbers, and None if it has no finite value in digits."""
     from sympy import Integer
 
     value = side.evalf(_DIGITS)
@@ -93,6 +98,8 @@ def _value(side: Any) -> Any:
 
 
 def _same(gold: Any, answer: Any, decimals: bool) -> bool:
+    """Return whether two numbers agree in `_EXACT` digits; with `decimals`, to six decimals, and below 0.1 to six
+    digits from the first significant one of the gold."""
     apart = abs(gold - answer)
     size = abs(gold)
     if not decimals or size == 0:
@@ -104,8 +111,8 @@ def _same(gold: Any, answer: Any, decimals: bool) -> bool:
 
 
 def _agree_at_points(gold: Any, answer: Any, symbols: list[Any], decimals: bool) -> bool:
-    """Return whether both sides agree at positive points of several magnitudes. A tiny term (`x + 10^{-20}`) shows
-    only if the others are tiny."""
+    """Return whether both sides agree at positive points of several magnitudes. The tiny term of `x + 10^{-20}` shows
+    only at a tiny x."""
     from sympy import Rational
 
     polynomial = gold.is_polynomial(*symbols) and answer.is_polynomial(*symbols)
@@ -123,9 +130,12 @@ def _agree_at_points(gold: Any, answer: Any, symbols: list[Any], decimals: bool)
 
 
 def equal_where_real(gold: Any, answer: Any) -> bool:
-    r"""Return whether roots or logarithms of variables are equal wherever they are real numbers, and real at the
-    same points. So are `\sqrt{1/n}` and `1/\sqrt{n}`, which complex numbers tell apart; not `\sqrt{x^2}` and `x`,
-    nor `\ln x^2` and `2\ln x`."""
+    r"""Return whether two sides with roots or logarithms of variables are real at the same points, and equal there.
+
+    So are `\sqrt{1/n}` and `1/\sqrt{n}`, which differ as complex numbers; not `\sqrt{x^2}` and `x`, nor `\ln x^2` and
+    `2\ln x`. They are compared at two points for every combination of signs. False if a side is of another kind, has
+    decimals, or has other or more than `_MOST_SYMBOLS` variables.
+    """
     from sympy import Expr, Float, Rational
 
     if not all(isinstance(side, Expr) and _has_root(side) and not side.has(Float) for side in (gold, answer)):
@@ -146,6 +156,7 @@ def equal_where_real(gold: Any, answer: Any) -> bool:
 
 
 def _has_root(side: Any) -> bool:
+    """Return whether an expression has a root or a logarithm of a variable."""
     from sympy import Pow, log
 
     roots = (one for one in side.atoms(Pow) if one.exp.is_Rational and not one.exp.is_Integer)

@@ -14,7 +14,7 @@ math-verify compares integers exactly. As soon as one side is a float, it compar
     values further apart than `_FAR`             -> not equal  (several numbers beside one: if each is)
     otherwise                                    -> undecided: left to math-verify
 
-Nothing is decided here that math-verify would decide otherwise. What is not in this small grammar is undecided.
+Every decision here is the one that math-verify would make. What is not in this small grammar is undecided (None).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _THOUSANDS = re.compile(r"[-+]?\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _MAX_DIGITS = 15  # a double holds 15 decimal digits, and so does math-verify's default precision
 _ZEROS = re.compile(r"-?0*\.(0*)[1-9]\d*", re.ASCII)
 _FAR = 5e-6
-"""Numbers that differ by more than this share of the larger one (or of 1) are surely different. math-verify rounds to
-1e-6."""
+"""Numbers that differ by more than this share of the larger one, or of 1 if both are smaller, are surely different for
+math-verify, which rounds to 1e-6."""
 _LONGEST, _MOST_PARTS = 120, 8
 _INT = r"\d{1,9}"
 _PLAIN = r"(?:\d{1,3}(?:,\d{3}){1,3}|\d{1,12})(?:\.\d{1,20})?"
@@ -40,20 +40,22 @@ _JOINED_AGAIN = re.compile(r",\s*\d{3}(?!\d)", re.ASCII)  # "1, 234" may be 1234
 
 
 def is_plain_number(text: str) -> bool:
-    """Return whether a text is a plain number: `18`, `-3`, `1,234.50`, `007`; not `1/2`, `10%`, `1e5`, `1,23`."""
+    """Return whether a text is an integer or a decimal, perhaps with thousands commas: `18`, `-3`, `1,234.50`, `007`;
+    not `1/2`, `10%`, `1e5`, `1,23`."""
     return _PLAIN_NUMBER.fullmatch(text) is not None
 
 
 def without_thousands(text: str) -> str:
-    """Remove thousands commas: `1,234.5` -> `1234.5`. A comma that parts anything else stays: `3,5`, `(1,2)`."""
+    """Remove the thousands commas of a number: `1,234.5` -> `1234.5`. Any other text stays, such as `3,5` and
+    `(1,2)`."""
     if _THOUSANDS.fullmatch(text):
         return text.replace(",", "")
     return text
 
 
 def decimals_compared(gold: str) -> int:
-    """Return the number of decimals that floats are rounded to: 6, and for a gold below 0.1 six from its first
-    significant digit."""
+    """Return to how many decimals floats are rounded for comparison: 6 or, for a gold such as 0.00123, six from its
+    first significant digit on."""
     small = _ZEROS.fullmatch(gold)
     return 6 + (len(small[1]) if small else 0)
 
@@ -99,6 +101,7 @@ def compare_numbers(gold: str, answer: str) -> bool | None:
 
 
 def _far(a: Fraction, b: Fraction) -> bool:
+    """Return whether two numbers are further apart than `_FAR`."""
     return abs(float(a) - float(b)) > _FAR * max(1.0, abs(float(a)), abs(float(b)))
 
 

@@ -45,11 +45,11 @@ _SPELLED = str.maketrans({"∧": "&", "∨": "v", "¬": "~", "⊥": "#"})
 
 
 class NoFormula(ValueError):
-    """Raised for a text that is no formula, or one too large."""
+    """Raised for a text that is no formula, or too large a one."""
 
 
 def read(text: str) -> Formula:
-    """Parse all of ``text`` as one formula."""
+    """Parse all of ``text`` as one formula. Raises ``NoFormula`` for any other text."""
     if len(text) > MOST_CHARACTERS_OF_A_FORMULA:
         raise NoFormula(f"longer than {MOST_CHARACTERS_OF_A_FORMULA} characters")
     tokens = []
@@ -68,6 +68,8 @@ def read(text: str) -> Formula:
 
 
 def _level(tokens: list[str], place: int, level: int, depth: int) -> tuple[Formula, int]:
+    """Parse from token ``place`` on a formula of the sign ``_LEVELS[level]`` and those that bind tighter. Return it and
+    the place behind it. A chain of ``->`` groups to the right, the others to the left."""
     if level == len(_LEVELS):
         return _single(tokens, place, depth)
     left, place = _level(tokens, place, level + 1, depth)
@@ -80,17 +82,20 @@ def _level(tokens: list[str], place: int, level: int, depth: int) -> tuple[Formu
 
 
 def _deeper(depth: int) -> int:
+    """Return ``depth + 1``. Raises ``NoFormula`` above the limit."""
     if depth >= MOST_DEPTH:
         raise NoFormula(f"nested deeper than {MOST_DEPTH}")
     return depth + 1
 
 
 def _single(tokens: list[str], place: int, depth: int) -> tuple[Formula, int]:
+    """Parse from token ``place`` on a letter, ``#``, a negation or a formula in brackets. Return it and the place
+    behind it."""
     token = ""
     if place < len(tokens):
         token = tokens[place]
     if token == "~":
-        inside, place = _single(tokens, place + 1, _deeper(depth - 1) + 1)  # one more than of anything else
+        inside, place = _single(tokens, place + 1, _deeper(depth - 1) + 1)  # may nest one deeper than anything else
         return ("~", inside), place
     if token == "(":
         inside, place = _level(tokens, place + 1, 0, _deeper(depth))
@@ -113,6 +118,7 @@ def write(formula: Formula) -> str:
 
 
 def atoms(formula: Formula) -> set[str]:
+    """Return the letters of a formula."""
     if len(formula) == 1:
         if formula == FALSE:
             return set()
@@ -126,8 +132,13 @@ class NotAProof(ValueError):
 
 @dataclass
 class _Part:
-    """An assumption and what was derived under it; the outermost part has no assumption. ``closed`` maps each
-    subproof closed in it, by (first, last line), to (assumption, last formula)."""
+    """A subproof that is still open: an assumption and what was derived under it. The outermost part has no assumption.
+
+    Attributes:
+        first: number of the line with the assumption.
+        lines: formula of each line, by its number.
+        closed: subproofs inside it that are closed: (first, last line) → (assumption, last formula).
+    """
 
     first: int
     lines: dict[int, Formula] = field(default_factory=dict)
@@ -150,11 +161,15 @@ def check(text: str, premises: Sequence[Formula], goal: Formula) -> None:
 
 
 class _Proof:
+    """A proof that is checked line by line; ``open`` holds the parts that are open, the outermost first."""
+
     def __init__(self, premises: Sequence[Formula]) -> None:
         self.premises = premises
         self.open = [_Part(0)]
 
     def add(self, number: int, line: str) -> None:
+        """Check the line with this number, and add its formula. Raises ``NotAProof`` if it does not follow from what
+        can be seen from it, and ``NoFormula`` if its formula cannot be parsed."""
         found = None
         if len(line) <= MOST_CHARACTERS:
             found = _LINE.match(line)
@@ -183,6 +198,7 @@ class _Proof:
         self.open[-1].lines[number] = formula
 
     def _derive(self, formula: Formula, rule: str, places: list[str]) -> None:
+        """Raise ``NotAProof`` unless ``formula`` follows by ``rule`` from the lines and subproofs at ``places``."""
         lines = [self._line(int(place)) for place in places if "-" not in place]
         parts = [self._part(place) for place in places if "-" in place]
         wanted_lines, wanted_parts, follows = _RULES[rule]
@@ -192,12 +208,14 @@ class _Proof:
             raise NotAProof(f"does not follow by {rule}")
 
     def _line(self, number: int) -> Formula:
+        """Return the formula of an earlier line that is in no closed subproof."""
         for part in self.open:
             if number in part.lines:
                 return part.lines[number]
         raise NotAProof(f"line {number} cannot be seen from here")
 
     def _part(self, place: str) -> tuple[Formula, Formula]:
+        """Return (assumption, last formula) of the closed subproof ``a-b``."""
         first, last = map(int, place.split("-"))
         for part in self.open:
             if (first, last) in part.closed:
@@ -222,5 +240,5 @@ _RULES: dict[str, tuple[int, int, _Follows]] = {
     "~~e": (1, 0, lambda a, x, _: x[0] == ("~", ("~", a))),
     "raa": (0, 1, lambda a, _, s: s[0] == (("~", a), FALSE)),
 }
-"""Rule → how many lines and sub-proofs it rests on, and a function that says whether the formula follows from them in
-this order."""
+"""Rule → number of lines and of subproofs that it needs, and whether the formula follows from them in this order: a
+function of the formula, the lines' formulas, and each subproof's (assumption, last formula)."""

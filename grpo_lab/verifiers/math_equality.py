@@ -2,9 +2,12 @@
 worker.
 
 canonical spelling -> kind of gold: unusable -> UNPARSEABLE_GOLD
-                                    text     -> same letters and digits?
+                                    text     -> same letters and digits, or the same choice?
                                     number   -> `exact_numbers`, if that is certain (fractions too)
                                     math     -> math-verify, once it accepts the gold as an answer to itself
+
+`MathVerifier.compare` brings both sides to one spelling (`_read`) and decides what it can in this process
+(`_decide_here`). What is left goes to worker processes, which run `compare_in_worker` with math-verify and sympy.
 """
 
 from __future__ import annotations
@@ -94,6 +97,7 @@ def _same_choice(gold: str, answer: str) -> bool:
 
 
 def _choice_of(text: str) -> Choice | None:
+    """Return the choice that a canonical text names, by its letter alone or with the text behind it; else None."""
     inside = inside_text_group(text)
     text = (text if inside is None else inside).strip()
     label = _CHOICE.fullmatch(text)
@@ -103,6 +107,7 @@ def _choice_of(text: str) -> Choice | None:
 
 
 def _same_text(one: str, other: str) -> bool:
+    """Return whether two texts have the same value or, if the first has no value, the same letters and digits."""
     value = exact_value(one)
     if value is None:
         return text_key(one) == text_key(other)
@@ -110,15 +115,20 @@ def _same_text(one: str, other: str) -> bool:
 
 
 def _other_number(one: str, other: str) -> bool:
+    """Return whether two texts are numbers of different values."""
     values = (exact_value(one), exact_value(other))
     return None not in values and values[0] != values[1]
 
 
 class MathVerifier:
-    """Compares (gold, answer) pairs of answer strings; bad text leads to a verdict, never to an exception or a hang.
+    """Compares pairs of answers, (gold, answer); bad text leads to a verdict, never to an exception or a hang.
 
-    ``fast_path``: compare numbers and fractions without a worker if that is certain. Never changes a verdict.
-    ``limits``, ``workers``: those of the ``WorkerPool``. Like the pool, it is picklable and usable from any thread.
+    Like its ``WorkerPool``, it is picklable and usable from any thread.
+
+    Args:
+        fast_path: compare numbers and fractions without a worker if that is certain. Never changes a verdict.
+        limits: time and memory of a comparison in a worker.
+        workers: number of worker processes.
     """
 
     def __init__(self, *, fast_path: bool = True, limits: Limits | None = None, workers: int | None = None) -> None:
@@ -140,7 +150,7 @@ class MathVerifier:
             self.pool.warm_up()
 
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[MathVerdict]:
-        """Return one verdict per (gold, answer), in order."""
+        """Return one verdict per (gold, answer), in order. Equal pairs are compared once."""
         read = {pair: self._read(*pair) for pair in dict.fromkeys(pairs)}
         keys = [read[pair] for pair in pairs]
         decided = {key: self._decide_here(*key) for key in dict.fromkeys(keys)}
@@ -157,19 +167,19 @@ class MathVerifier:
         return [judged for key in keys if (judged := decided[key]) is not None]
 
     def _read(self, gold: str, answer: str) -> tuple[str, str]:
-        """Return both in canonical spelling; a gold that is not text is read together with its answer
-        (`read_together`)."""
+        """Return gold and answer as they are to be compared: in canonical spelling and, unless the gold is text, read
+        together (`read_together`)."""
         gold = self._spelled(gold)
         answer = self._spelled(answer)
         if _FIGURES.fullmatch(gold) and _FIGURES.fullmatch(answer):
-            return gold, answer  # the code below gives the same, in twenty times the time
+            return gold, answer  # what follows would return the same after twenty times the time
         if max(len(gold), len(answer)) > MOST_CHARACTERS or inside_text_group(gold) is not None:
             return gold, answer
         return read_together(gold, answer)
 
     def _spelled(self, text: str) -> str:
-        """Return the canonical spelling; a text that is refused anyway for its length stays as it is (4: wrappers
-        and spaces may go)."""
+        """Return the canonical spelling of a text. One of more than 4 · `MOST_CHARACTERS` stays as it is: even without
+        wrappers and spaces it would be refused for its length."""
         if _FIGURES.fullmatch(text):
             return text
         if len(text) <= 4 * MOST_CHARACTERS:
@@ -177,7 +187,8 @@ class MathVerifier:
         return text
 
     def _decide_here(self, gold: str, answer: str) -> MathVerdict | None:
-        """Return the verdict if no worker is needed for it; else None."""
+        """Return the verdict on gold and answer, as `_read` returns them, if it needs no worker or is known from one;
+        else None."""
         same = None
         if self.fast_path:
             same = compare_plain_numbers(gold, answer)
@@ -206,8 +217,12 @@ class MathVerifier:
 
 
 def _parse(expression: str, letter_units: bool = False) -> list[Any]:
-    """Parse a canonical spelling as one piece of LaTeX. math-verify's own search for an answer in prose is not used,
-    nor its list of units, which has the single letters t, d, c, …"""
+    """Parse a canonical spelling as one piece of LaTeX, and return math-verify's readings of it; an empty list if there
+    are none.
+
+    math-verify's search for an answer in prose is not used, nor its list of units, which has the single letters t, d,
+    c, …. ``letter_units``: a letter of a unit at the end is dropped (``without_unit_at_end``).
+    """
     from math_verify import LatexExtractionConfig, parse
 
     config = LatexExtractionConfig()
@@ -217,6 +232,8 @@ def _parse(expression: str, letter_units: bool = False) -> list[Any]:
 
 
 def _verify(gold: list[Any], answer: list[Any], decimals: int) -> bool:
+    """Return whether math-verify calls two parsed sides equal, floats rounded to ``decimals``, and their values are
+    relatively close (`relative_closeness`)."""
     from math_verify import verify
 
     with relative_closeness():
@@ -224,8 +241,8 @@ def _verify(gold: list[Any], answer: list[Any], decimals: int) -> bool:
 
 
 def _named_alike(answer: Any, gold: list[Any]) -> Any:
-    """Replace the answer's symbols by the gold's of the same name, as sympy assumes different things of i in `2 i`
-    and `2i`."""
+    """Replace the symbols of an answer by those of the gold that have the same name. Without this, sympy may tell
+    symbols of one name apart: it assumes different things of i in `2 i` and in `2i`."""
     symbols = {symbol.name: symbol for one in gold for symbol in getattr(one, "free_symbols", ())}
     own = getattr(answer, "free_symbols", ())
     other = {symbol: symbols[symbol.name] for symbol in own if symbols.get(symbol.name, symbol) != symbol}
@@ -236,7 +253,7 @@ def _named_alike(answer: Any, gold: list[Any]) -> Any:
 
 @lru_cache(maxsize=256)
 def _usable_gold(gold: str) -> list[Any]:
-    """Parse a gold; return an empty list unless it is accepted as an answer to itself (1/0, for one, is not)."""
+    """Parse a gold; return an empty list if it cannot be parsed, or does not equal itself, such as 1/0."""
     parsed = _parse(gold)
     if parsed and _verify(parsed, parsed, decimals_compared(gold)):
         return parsed
@@ -244,7 +261,7 @@ def _usable_gold(gold: str) -> list[Any]:
 
 
 def compare_in_worker(job: dict[str, str]) -> dict[str, str]:
-    """Compare `{"gold", "answer"}` with math-verify and return `{"verdict", "reason"}`. Runs in a worker."""
+    """Compare the texts `{"gold", "answer"}` with math-verify, and return `{"verdict", "reason"}`. Runs in a worker."""
     gold = _usable_gold(job["gold"])
     if not gold:
         return {"verdict": "unparseable_gold", "reason": "math-verify cannot read the gold answer"}
@@ -259,6 +276,6 @@ def compare_in_worker(job: dict[str, str]) -> dict[str, str]:
 
 
 def prepare_worker() -> None:
-    """Import sympy and build the parser's tables, while no job's clock is running."""
+    """Import sympy and build the parser's tables, before the time limit of any job runs."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own (signal) time limit is off
     compare_in_worker({"gold": r"\frac{1}{2}", "answer": "(x+0.5)^2"})

@@ -49,6 +49,7 @@ def in_latex(text: str) -> str:
 
 
 def _repeating(number: re.Match[str]) -> str:
+    """Rewrite a repeating decimal, `0.1\\overline{6}`, as a fraction."""
     whole = number[1] or "0"
     before = number[2] or ""
     dotted = "".join(part for part in number.group(4, 5, 6) if part)
@@ -62,6 +63,7 @@ def _repeating(number: re.Match[str]) -> str:
 
 
 def _without_e(number: re.Match[str]) -> str:
+    """Rewrite `1.5e-3` as a decimal, or with a power of ten if it would have very many zeros."""
     mantissa, _, sign, exponent = number.groups()
     if len(exponent) > 1 and int(exponent) > _MOST_ZEROS:
         return rf"{mantissa}\times10^{{{sign.lstrip('+')}{exponent}}}"
@@ -69,8 +71,8 @@ def _without_e(number: re.Match[str]) -> str:
 
 
 def ungrouped(text: str, commas: bool) -> str:
-    """Remove the digit grouping of `1.234.567`, `1.234,56`, `1 234,5`, `1_000_000` and, with `commas`, of
-    `12,34,567`. Other texts stay: `1.234` is a decimal, and `12,34` a decimal or a list."""
+    """Remove the digit grouping of a number: of `1.234.567`, `1.234,56`, `1 234,5`, `1_000_000`, and with `commas` also
+    of `12,34,567`. Any other text stays: `1.234` is a decimal, and `12,34` a decimal or a list."""
     if _DOTS.fullmatch(text):
         return text.replace(".", "").replace(",", ".")
     if _SPACES.fullmatch(text):
@@ -83,7 +85,11 @@ def ungrouped(text: str, commas: bool) -> str:
 
 
 def as_scientific(text: str, other: str, value: Fraction | None) -> str:
-    """Write `2e-3` as 0.002, unless `other` has Euler's number or its `value` is nearer to 2e - 3 than to 0.002."""
+    """Write a `text` such as `2e-3` as the decimal 0.002, unless it means 2e - 3 with Euler's number.
+
+    That is decided by `other`, the text that it is compared with. If that has a `value`, the nearer of both readings is
+    meant; else it is Euler's number if `other` has that.
+    """
     found = _OPEN_TO_DOUBT.fullmatch(text)
     if found is None or text == other:
         return text

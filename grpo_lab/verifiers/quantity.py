@@ -21,10 +21,12 @@ _ONES = {word: n for n, word in enumerate(_ONES_WORDS.split())}
 _TENS_WORDS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _TENS = {word: 10 * n for n, word in enumerate(_TENS_WORDS.split(), 2)}
 _TENS["fourty"] = 40
+#: Scale words, with their power of ten.
 _POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "quadrillion": 15, "lakh": 5, "crore": 7}
 _POWERS |= {"mn": 6, "mln": 6, "bn": 9, "bln": 9, "tn": 12, "lac": 5}
 _COUNTS = {"dozen": 12, "score": 20, "gross": 144}
 _PARTS_WORDS = "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"
+#: Fraction words, with their denominator.
 _PARTS = {word: n for n, word in enumerate(_PARTS_WORDS.split(), 3)}
 _PARTS |= {"half": 2, "halve": 2, "quarter": 4, "twentieth": 20}
 _PARTS |= {"hundredth": 100, "thousandth": 1000, "millionth": 10**6}
@@ -55,6 +57,7 @@ _NEXT_GROUP = re.compile(
 _OF_A = re.compile(r"\s+(?:of\s+)?(?:a|an)\s+(?=[A-Za-z])", re.IGNORECASE)
 
 VALUE_WORDS = frozenset({*_ONES, *_TENS, *_POWERS, *_COUNTS, *_PARTS, "hundred", "halves", "minus", "negative"})
+"""Words that may be part of a number."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,13 @@ def value_of_sign(sign: str) -> Fraction:
 
 
 def is_value_word(word: str) -> bool:
-    """Return whether a word says how much, not of what (it is no unit): `million`, `dozen`, `thirds`."""
+    """Return whether a word belongs to a number and is no unit: `million`, `dozen`, `thirds`."""
     word = word.lower()
     return word in VALUE_WORDS or word.removesuffix("s") in VALUE_WORDS
 
 
 def read_quantity(text: str, start: int = 0) -> Quantity | None:
-    """Return the quantity that begins at `start`, read as far as it goes; None if none begins there."""
+    """Return the quantity that begins at index `start`, read as far as it goes; None if none begins there."""
     sign = _SIGN.match(text, start)
     begin = sign.end() if sign else start
     money = _CURRENCY.match(text, begin)
@@ -109,8 +112,8 @@ def read_quantity(text: str, start: int = 0) -> Quantity | None:
 
 
 def exact_value(text: str) -> Fraction | None:
-    """Return the value of a text that is one quantity and nothing else, without a percent sign or a letter at its
-    end."""
+    """Return the value of a text that is one quantity and nothing else; None for any other text, and for a quantity
+    with a percent sign (`35%`) or a letter (`5k`) at its end."""
     found = read_quantity(text)
     if found is None or found.end != len(text) or found.percent or found.suffix:
         return None
@@ -118,7 +121,8 @@ def exact_value(text: str) -> Fraction | None:
 
 
 def in_digits(value: Fraction) -> str:
-    r"""Write a value as `12000000`, `2.5` or `\frac{2}{3}`: a decimal if one of at most 12 places is exact."""
+    r"""Write a value as an integer (`12000000`), else as a decimal if it ends within 12 places (`2.5`), else as a
+    fraction (`\frac{2}{3}`)."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = value * 10**12
@@ -130,6 +134,8 @@ def in_digits(value: Fraction) -> str:
 
 
 def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
+    """Return the quantity that begins with figures or a fraction at `start`; None if neither is there. After a sign of
+    currency (`money`) more letters are a scale: `$5m`."""
     if fraction := _LATEX_FRACTION.match(text, start) or _VULGAR.match(text, start):
         value = _fraction_of(fraction)
         end = fraction.end()
@@ -159,6 +165,7 @@ def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
 
 
 def _fraction_of(match: re.Match[str]) -> Fraction:
+    """Return the value of a matched fraction; 0 if its denominator is 0."""
     if match.re is _VULGAR:
         return value_of_sign(match[1])
     above, below = (int(group) for group in match.groups() if group is not None)
@@ -168,8 +175,22 @@ def _fraction_of(match: re.Match[str]) -> Fraction:
 
 
 class _Reader:
-    """Read number words from a place on. `current` is the group below the next scale word, `total` what lies above
-    it."""
+    """Reads number words from a place in a text on, word by word, as in `two million five hundred thousand`.
+
+    The value is `total + current`. A scale word multiplies `current` and moves it to `total`.
+
+    Attributes:
+        end: index behind what is read so far.
+        plain: whether only figures are read so far.
+        figures: whether the number began with plain figures.
+        total: value of the groups whose scale words are read.
+        current: value of the group that is being read; None before its first word.
+        last: kind of what was read last, which decides what may follow: `figure`, `one` (zero to nineteen), `ten`,
+            `hundred`, `power` (a scale word), `count` (dozen), `half` (any fraction word), `point`, `article`; empty
+            at the start.
+        scale: the last scale; the next one must be smaller.
+        part: whether a fraction word is read.
+    """
 
     def __init__(self, text: str, first: Fraction | None, end: int, plain: bool) -> None:
         self.text = text
@@ -183,6 +204,7 @@ class _Reader:
         self.part = False
 
     def read(self) -> Quantity | None:
+        """Read as many words as belong to the number, and return it; None if there is no number."""
         for _ in range(_MOST_WORDS):
             group = None
             if self.last == "power":
@@ -203,8 +225,8 @@ class _Reader:
         return Quantity(self.total + (self.current or 0), self.end, plain=self.plain, part=self.part)
 
     def _joined(self, word: re.Match[str]) -> bool:
-        """Take `and a half` after a number, `and` between the groups of one number, or `point` with its digits;
-        False for others."""
+        """Take `and a half` after a number, `and` with the next word of the same number, or `point` with its digits.
+        Return whether one of them was there."""
         name = word[1].lower()
         if name == "point" and self.last in ("one", "ten"):
             return self._point(word.end())
@@ -229,6 +251,7 @@ class _Reader:
         return False
 
     def _point(self, start: int) -> bool:
+        """Take the digits behind `point`, as in `two point five`. Return whether there are any."""
         digits = ""
         while (word := _WORD.match(self.text, start)) and _ONES.get(word[1].lower(), 10) < 10:
             digits += str(_ONES[word[1].lower()])
@@ -241,7 +264,7 @@ class _Reader:
         return True
 
     def _takes(self, name: str, end: int) -> bool:
-        """Take one word into the number; return False if the word does not continue it."""
+        """Take one word, which ends at `end`, into the number. Return whether it continues the number."""
         single = name if name in _COUNTS else name.removesuffix("s")
         taken = self._small(name) or self._larger(single) or self._part_of(name, end) or self._article(name, end)
         if taken:
@@ -249,6 +272,7 @@ class _Reader:
         return taken
 
     def _small(self, name: str) -> bool:
+        """Take `zero` to `nineteen`, or a word for tens."""
         if name in _ONES:
             follows_ten = self.last == "ten" and 0 < _ONES[name] < 10
             if not (follows_ten or self.last in ("", "hundred", "power")):
@@ -263,6 +287,7 @@ class _Reader:
         return False
 
     def _larger(self, name: str) -> bool:
+        """Take `hundred`, a counting word such as `dozen`, or a scale word."""
         if self.current is None:
             return False
         if name == "hundred" and self.last != "hundred":
@@ -281,8 +306,8 @@ class _Reader:
         return True
 
     def _part_of(self, name: str, end: int) -> bool:
-        """Take a fraction word: `two thirds`, `a half`, `half (of) a`. `3 quarters` are three coins unless `of`
-        something follows."""
+        """Take a fraction word: `two thirds`, `a half`, `half (of) a million`. `3 quarters` is no fraction, as it may
+        count coins, unless `of` follows."""
         one = {"halves": "half"}.get(name, name.removesuffix("s"))
         if one not in _PARTS or self.part:
             return False
@@ -308,6 +333,7 @@ class _Reader:
         return True
 
     def _article(self, name: str, end: int) -> bool:
+        """Take `a` or `an` at the start if a scale, counting or fraction word follows: it counts as 1."""
         if name not in ("a", "an") or self.last:
             return False
         following = _WORD.match(self.text, end)

@@ -6,7 +6,8 @@ r"""Prepare a gold and an answer for comparison: number words as figures, percen
     gold 20         answer "20 km/h"                         -> 20
     gold 5          answer "x=3 \text{ and } y=5"            -> many answers beside one
 
-Both texts are in canonical spelling. A gold that is text (`\text{Evelyn}`) is not for this module.
+Both texts are in canonical spelling. `read_together` writes them in figures and alike; `is_many` then says whether the
+answer gives several values. A gold that is text (`\text{Evelyn}`) is not for this module.
 """
 
 from __future__ import annotations
@@ -48,18 +49,19 @@ _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _BRACKET = re.compile(r"[()\[\]{}]")
 _BRACKETS = re.compile(r"[()\[\]]|\\[{}]|\\begin|,|;|=|<|>|\\(?:cup|cap|in|leq?|geq?|neq|pm)(?![a-zA-Z])")
 _WORDS_BETWEEN = re.compile(r"\d\W{0,6}[A-Za-z]{2,}(?:[ .-]+[A-Za-z]+){0,6}[ .:$+-]*(?<![A-Za-z])\d")
+#: Reason of the verdict on an answer for which `is_many` is true.
 MANY = "several answers beside one"
 
 
 def in_figures(text: str, letters: bool = False, unit: Fraction = Fraction(1)) -> str:
-    r"""Write a quantity that is given in words as figures; any other text is returned as it is.
+    r"""Write a quantity in words as figures, without its unit; any other text is returned as it is.
 
     `12\text{ million}` -> `12000000`, `two thirds` -> `\frac{2}{3}`, `8 out of 10` -> `0.8`.
 
     Args:
         text: a gold or an answer, in canonical spelling.
-        letters: read a letter after a number, too (`5k` -> `5000`). It is for places where no variable can be meant.
-        unit: what the number is divided by: with 12, `7 dozen` -> `7`.
+        letters: also read a letter behind a number as its scale, `5k` -> `5000`, as no variable can be meant.
+        unit: what a number in words is divided by: with 12, `7 dozen` -> `7`.
     """
     flat = _flat(text)
     share = _share(flat)
@@ -89,6 +91,7 @@ def _flat(text: str) -> str:
 
 
 def _with_spaces(group: re.Match[str]) -> str:
+    r"""Return the inside of a matched `\text{…}` with a space on either side."""
     return f" {group[0][group[0].index('{') + 1 : -1]} "
 
 
@@ -98,8 +101,8 @@ def _is_latex(number: str) -> bool:
 
 
 def _share(flat: str) -> str | None:
-    """Write `8 out of 10 apples` as the fraction it is. `8 of 10` and `1 in 5` are read only if they are one:
-    `8 <= 10`."""
+    """Write the value of a share, 0.8 for `8 out of 10 apples`; None for any other text. With `of` and `in`, as in
+    `1 in 5`, it is a share only if the first number is not the larger one."""
     found = _SHARE.fullmatch(flat)
     if found is None:
         return None
@@ -113,8 +116,11 @@ def _share(flat: str) -> str | None:
 
 
 def read_together(gold: str, answer: str) -> tuple[str, str]:
-    """Return gold and answer as they are to be compared: in figures, and percents as numbers beside a number. Beside
-    a gold that is a plain number, `x = 18` is 18, `12,5` is 12.5 and `20 km/h` is 20. Lists stay lists."""
+    """Return gold and answer as they are to be compared: quantities in figures, percents as numbers beside a number.
+
+    If the gold is a plain number, the answers `x = 18`, `12,5` and `20 km/h` are read as 18, 12.5 and 20. Lists stay
+    lists.
+    """
     if is_plain_number(gold):
         answer = ungrouped(answer, commas=True)
     elif is_plain_number(answer):
@@ -136,7 +142,8 @@ def read_together(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _percents(gold: str, answer: str) -> tuple[str, str]:
-    r"""Replace percents by numbers: `35\%` stands for 35 and for 0.35, and beside a number the nearer one is read."""
+    r"""Return gold and answer with percents as numbers: two percents lose their signs, and beside a number `35\%` is 35
+    or 0.35 (`_nearer`)."""
     of_gold = _PERCENT.fullmatch(gold)
     of_answer = _PERCENT.fullmatch(answer)
     if of_gold and of_answer:
@@ -149,8 +156,10 @@ def _percents(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _nearer(percent: str, other: Fraction | None) -> str | None:
+    """Return `percent` (a number, written without its sign) or its hundredth, whichever is nearer to `other`. Beside a
+    whole number above 1 it is always `percent`. None if one of both has no value."""
     if other is not None and other.denominator == 1 and abs(other) > 1:
-        return percent  # nobody writes 3 as 300%, but for whom 300% of something was asked
+        return percent  # 300% is not 3: who writes it was asked for percents
     value = exact_value(percent)
     if value is None or other is None:
         return None
@@ -160,6 +169,7 @@ def _nearer(percent: str, other: Fraction | None) -> str | None:
 
 
 def _last_side(answer: str) -> str:
+    """Return what stands behind the last equals sign; all of an answer without one."""
     return _RIGHT_SIDE.split(answer)[-1].strip()
 
 
@@ -184,7 +194,8 @@ def _without_compound_unit(text: str, letters: bool = False) -> str:
 
 
 def parts_of(answer: str) -> list[str]:
-    r"""Split an answer into its answers: at `and`, `;`, `\quad` and before a further equation, outside of brackets."""
+    r"""Split a text into the answers that it gives: at `and`, `or`, `;`, `\quad` and the like, and before a further
+    equation, but not inside brackets. A matrix is one answer."""
     if r"\begin" in answer:
         return [answer]
     parts = []
@@ -208,7 +219,8 @@ def parts_of(answer: str) -> list[str]:
 
 
 def is_many(gold: str, answer: str) -> bool:
-    """Return whether the gold is one value and the answer gives several, or several numbers with words between them."""
+    """Return whether the gold is one value and the answer gives several different ones, or has several numbers with
+    words between them."""
     value = exact_value(gold)
     if value is None and (_BRACKETS.search(gold) or len(parts_of(gold)) > 1):
         return False

@@ -4,8 +4,9 @@ r"""Tell units behind a number, which are dropped, from upright symbols, which a
     3+4\mathrm{i}   \mathrm{e}^2   2\mathrm{x}          symbols, set upright: i, e, x
     \mathrm{sin}\,x   2\boldsymbol{\pi}                 a function, a constant
 
-A single upright letter is a unit only if it abbreviates one, behind a number without variables and before nothing but
-further units. `i`, `e`, `x` and `\pi` never are units.
+A single upright letter is a unit only if it abbreviates one, follows a number without variables, and is followed by
+nothing but further units. `i`, `e`, `x` and `\pi` never are units. `without_upright` sets symbols as plain ones, and
+`without_unit_at_end` drops units.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _SPACED_UNITS_WORDS = (
     "pm rpm bpm mpg dB ppm cc µm μm nm US USD dl dL cl cL cts pc pcs"
 )
 SPACED_UNITS = frozenset(_SPACED_UNITS_WORDS.split())
+# Letters that alone abbreviate a unit: behind a plain number; set upright; set upright behind a space; and not set
+# upright at the end of an expression without variables.
 LETTER_UNITS = frozenset("NVJWKCFATLmshg")
 _UPRIGHT_LETTERS = LETTER_UNITS | frozenset("lBHS")
 _LETTERS_AFTER_A_GAP = frozenset("tdbu")
@@ -40,7 +43,7 @@ _FUNCTIONS_WORDS = (
     "inf sup lim sqrt frac infty and or pi circ pmatrix bmatrix vmatrix matrix array cases begin end"
 )
 FUNCTIONS = frozenset(_FUNCTIONS_WORDS.split())
-_LOOKED_AT = 200  # characters around a letter: hostile text costs its length
+_LOOKED_AT = 200  # characters that are read around a letter, so that the time on hostile text stays linear
 _COMMANDS_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp max min det pi"
 _COMMANDS_OF_FUNCTIONS = frozenset(_COMMANDS_WORDS.split())
 _NEVER_TEXT = frozenset(["e", "i", r"\pi"])
@@ -73,28 +76,30 @@ _WORDS_AT_END = re.compile(
 
 
 def is_unit_word(word: str) -> bool:
-    """Return whether a word may follow a number as what it counts: no function, no `million`, not one or two
-    letters."""
+    """Return whether a word behind a number may be its unit, or what it counts. It is a known unit, or any word of at
+    least three letters that is no function and does not say how much (`million`)."""
     if word in UNITS or word in SPACED_UNITS:
         return True
     return len(word) >= 3 and word.lower() not in FUNCTIONS and not says_how_much(word)
 
 
 def says_how_much(word: str) -> bool:
-    """Return whether a word says how much: `million`, `dozen`, `thirds`. `quarters` does not: behind figures they
-    are coins."""
+    """Return whether a word behind figures belongs to the number: `million`, `dozen`, `thirds`. `quarters` does not:
+    they are coins."""
     return is_value_word(word) and word.lower() not in ("quarter", "quarters")
 
 
 def without_upright(text: str) -> str:
-    r"""Set upright symbols as plain ones: `3+4\mathrm{i}` -> `3+4i`, `\mathrm{sin}\,x` -> `\sin \,x`. Text and units
-    stay: `5\mathrm{m}`, `\text{(C)}`."""
+    r"""Replace upright symbols by plain ones: `3+4\mathrm{i}` -> `3+4i`, `\mathrm{sin}\,x` -> `\sin \,x`. Units and
+    text stay as they are: `5\mathrm{m}`, `\text{(C)}`."""
     if "\\" not in text:
         return text
     return _UPRIGHT.sub(_read_upright, _SWITCHED.sub(r"\\math\1{\2}", text))
 
 
 def _read_upright(group: re.Match[str]) -> str:
+    """Return what replaces a matched upright group: its symbol or command, or the group itself if it is a unit or
+    text."""
     raw = group["inside"] or group["bare"]
     name = raw.strip()
     whole = group.end() - group.start() == len(group.string)
@@ -120,7 +125,8 @@ def _read_upright(group: re.Match[str]) -> str:
 
 
 def _unit_can_stand(letter: str, before: str, after: str, gap: bool) -> bool:
-    """Return whether a single upright letter between `before` and `after` is a unit."""
+    """Return whether a single upright letter between the texts `before` and `after` is a unit. `gap`: a space stands
+    before the letter inside its group."""
     value = _GAP_AT_END.sub("", before)
     gap = gap or value != before
     if letter not in (_UPRIGHT_LETTERS | _LETTERS_AFTER_A_GAP if gap else _UPRIGHT_LETTERS):
@@ -139,6 +145,7 @@ def _unit_can_stand(letter: str, before: str, after: str, gap: bool) -> bool:
 
 
 def _ends_in_unit(value: str) -> bool:
+    r"""Return whether a text ends in an upright unit and a sign that joins it to the next one: `5\mathrm{m}/`."""
     last = max(value.rfind("\\math"), value.rfind("\\text"), value.rfind("\\mbox"))
     found = None
     if last >= 0:
@@ -153,7 +160,7 @@ def without_unit_at_end(expression: str, letters: bool = False) -> str:
     r"""Drop a unit at the end: `\sqrt{3}\text{ cm}^2` -> `\sqrt{3}`, `\frac{1}{2} hours` -> `\frac{1}{2}`;
     `\frac{x}{2} c` and `2t` stay.
 
-    `letters`: also drop a single letter of a unit after a gap, if no variable can be meant: `\sqrt{3} m`.
+    `letters`: no variable can be meant, so a single letter behind a space is dropped, too: `\sqrt{3} m`.
     """
     if len(expression) > 2 * _LOOKED_AT:
         return expression

@@ -11,8 +11,9 @@ from typing import Any
 
 
 class Verdict(StrEnum):
-    """The seven outcomes of a comparison. Only `EQUAL` earns a reward; `UNPARSEABLE_GOLD` and `UNJUDGED` leave a row
-    unscored. `UNJUDGED`: its worker was killed from outside twice, or the batch had no time left."""
+    """The seven outcomes of a comparison. `EQUAL` earns the reward; `UNPARSEABLE_GOLD` and `UNJUDGED` leave a row
+    unscored; all others earn nothing. `UNJUDGED` means that the worker was killed from outside twice, or that the batch
+    had no time left."""
 
     EQUAL = "equal"
     NOT_EQUAL = "not_equal"
@@ -25,7 +26,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class MathVerdict:
-    """A `verdict` and, in words, its `reason`: which rule decided, or what went wrong."""
+    """A verdict, and in words its reason: which rule decided, or what went wrong."""
 
     verdict: Verdict
     reason: str
@@ -40,9 +41,8 @@ CORRECT_FROM = 1.0
 
 
 def as_number(value: Any) -> float | None:
-    """Convert a score to a Python float (numpy's and torch's numbers, too), ±inf if it is too large for one; None
-    stays. Raises TypeError, ValueError or RuntimeError if it is no number. Text is none, even if it could be read as
-    one."""
+    """Convert a score, which may be a number of numpy or torch, to a Python float; None stays None. A number too large
+    for a float becomes ±inf. Raises TypeError, ValueError or RuntimeError if it is no number; a text never is one."""
     if value is None:
         return None
     if isinstance(value, str | bytes):
@@ -56,9 +56,18 @@ def as_number(value: Any) -> float | None:
 def checked_scores(
     values: Any, count: int, who: str, *, infinite: bool = False, nan: bool = True
 ) -> list[float | None]:
-    """Check what ``who`` returned for ``count`` completions, a number or None each, and return these as floats.
-    ``infinite`` and ``nan`` allow ±inf and NaN. Raises ValueError that says in one line who returned what, where,
-    and what is allowed."""
+    """Check the scores that a reward returned, and return them as floats or None.
+
+    Args:
+        values: what it returned.
+        count: number of completions; there must be as many scores.
+        who: what to call the reward in an error message.
+        infinite: whether a score may be ±inf.
+        nan: whether a score may be NaN.
+
+    Raises:
+        ValueError: says in one line who returned what, for which completion, and what is allowed.
+    """
     try:
         number = None
         if not isinstance(values, str | bytes | Mapping | Set):
@@ -74,6 +83,7 @@ def checked_scores(
 
 
 def _checked(value: Any, place: int, who: str, infinite: bool, nan: bool) -> float | None:
+    """Check the score of completion ``place``; see ``checked_scores``."""
     try:
         found = as_number(value)
     except (TypeError, ValueError, RuntimeError):

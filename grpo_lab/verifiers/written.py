@@ -19,8 +19,12 @@ _LONGEST = 4000
 
 
 class WrittenFloat(float):
-    """A float that keeps in ``text`` how it was written: ``WrittenFloat("0.10")``. ``value``: the number itself, if
-    it was read in another precision."""
+    """A float that remembers how it was written: ``WrittenFloat("0.10").text`` is ``"0.10"``.
+
+    Args:
+        text: the number as it was written.
+        value: its value, if that is not ``float(text)``, as for a number of another precision.
+    """
 
     __slots__ = ("text",)
     text: str
@@ -35,15 +39,16 @@ class WrittenFloat(float):
 
 
 def whole_number(text: str) -> int | str:
-    """Return the integer that ``text`` writes; the text itself if it is longer than Python reads."""
+    """Convert a text of digits to an integer; return the text itself if it has more digits than Python converts."""
     if len(text) <= _LONGEST:
         return int(text)
     return text
 
 
 def number_text(value: Any) -> str | None:
-    """Write a finite number of Python, numpy or torch in digits, without an exponent unless it was written with one.
-    None for anything else, truth values included."""
+    """Write a finite number of Python, numpy or torch in digits, without an exponent unless it was written with one or
+    needs more than ``_LONGEST`` digits. Return None for anything else: also for a truth value, and for an integer with
+    more digits than Python converts."""
     if isinstance(value, WrittenFloat):
         if math.isfinite(value) or value.text[-1:].isdigit():
             return value.text
@@ -68,7 +73,8 @@ def number_text(value: Any) -> str | None:
 
 
 def _of_array(value: Any) -> str | None:
-    """Write a number of numpy or torch in the fewest digits that are this number in its own precision."""
+    """Write a number of numpy or torch in the fewest digits that identify it in its own precision; None for anything
+    else."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = (value if value.element_size() != 2 else value.float()).numpy()
@@ -84,6 +90,7 @@ def _of_array(value: Any) -> str | None:
 
 
 def _in_digits(number: Decimal) -> str:
+    """Write a decimal without an exponent, or with one if it would need more than ``_LONGEST`` digits."""
     if number == number.to_integral_value():
         if number.adjusted() < _LONGEST:
             return str(int(number))
@@ -101,6 +108,7 @@ def written(value: Any) -> str:
 
 
 def _json(value: Any) -> str:
+    """Write a value as JSON, its numbers by ``number_text``."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(str(name))}: {_json(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
