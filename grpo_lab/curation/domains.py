@@ -1,10 +1,10 @@
 """Assign a question to a domain, one of the seven subjects of the MATH data set (arXiv 2103.03874), by rules.
 
 Kimi k1.5 (section 2.1) tags its prompts by domain and keeps the domains balanced, with a tagger that it does not
-describe. Ours looks for words. Every rule that matches adds its weight to one subject, and the heaviest subject wins;
-on a tie, the first one in `DOMAINS`. If no rule matches, a question with an unknown is `algebra`, any other
-`prealgebra`. English and LaTeX are understood. `docs/choosing_the_data.md` says how often it is right on MATH: well
-enough for balancing, not for grading.
+describe. Ours looks for words. Every rule that matches adds its weight to one subject, twice if it matches different
+words, and the heaviest subject wins; on a tie, the first one in `DOMAINS`. If no rule matches, a question with an
+unknown is `algebra`, any other `prealgebra`. English and LaTeX are understood. `docs/choosing_the_data.md` says how
+often it is right on MATH: well enough for balancing, not for grading.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from grpo_lab.curation.question_kinds import DRAWING, READ_AT_MOST
 
 _UNKNOWN = re.compile(r"\$[^$]{0,60}\b[a-z]\b|\\\[|\b[fgx]\(")
 
+#: Subject → weight → pattern of the words that have this weight.
 _WORDS: Final[dict[str, dict[int, str]]] = {
     "counting_and_probability": {
         12: r"probability|expected (?:value|number)|how many (?:\S+ ){0,2}ways|number of ways|\\[dt]?binom"
@@ -86,7 +87,8 @@ _RULES: Final = [
 
 
 def question_domain(text: str) -> str:
-    """Return the subject of a mathematical question, one of `DOMAINS`, from its text alone."""
+    """Return the subject of a mathematical question, one of `DOMAINS`, from its text alone. Raises ValueError if `text`
+    is not a string."""
     if not isinstance(text, str):
         raise ValueError(f"question_domain reads one question as a str; got {type(text).__name__}")
     read = text[:READ_AT_MOST]

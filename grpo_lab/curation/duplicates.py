@@ -11,7 +11,8 @@ MinHash LSH over 3-word shingles (datasketch) and are measured exactly (rapidfuz
 one. A row is compared only with rows that were kept: in a chain a ~ b ~ c, b is dropped, and c only if it is close to
 a.
 
-**Contaminated** is a text if one of these rules finds an evaluation item for it. They are tried in this order:
+A text is **contaminated** if one of these rules finds an item of the evaluation set that it repeats. They are tried in
+this order:
 
 exact          the same words in the same order
 ngram          13 consecutive words in common (13 as in GPT-3, arXiv 2005.14165, appendix C)
@@ -19,10 +20,11 @@ other_numbers  the same masked words, at least 6 of them not numbers
 masked_ngram   13 consecutive masked words in common, at least 9 of them not numbers
 near           similarity of the masked words of at least 0.7
 
-Short texts share such runs by chance. So an item of 5 to 12 words counts as "contained" only if it makes up at least
-half of the text. If text or item has fewer than 20 words, "near" needs 0.85. The published recipes stop at n-grams; the
-last three rules are ours, with thresholds chosen on GSM8K (docs/choosing_the_data.md). "near" compares every text with
-every item (rapidfuzz), without an index that could miss one.
+Short texts share such runs by chance. So an item of 5 to 12 words, which has no run of 13, must be contained as a whole
+and make up at least half of the text ("ngram"). If text or item has fewer than 20 words, "near" needs 0.85. The
+published recipes stop at n-grams; the last three rules are ours, with thresholds chosen on GSM8K
+(docs/choosing_the_data.md). "near" compares every text with every item (rapidfuzz), without an index that could miss
+one.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def words_of(text: str) -> list[str]:
 
 
 def masked(words: list[str]) -> list[str]:
-    """Return the words with every number replaced by `MASK`; adjacent ones (`3 1/2`, `twenty five`) become one mask."""
+    """Return the words with every number replaced by `MASK`. Numbers that follow each other (`twenty five`) become one
+    mask."""
     result: list[str] = []
     for word in words:
         if not (word[0].isdigit() or word in _NUMBER_WORDS):
@@ -84,7 +87,13 @@ _WORDS_READ: Final = 20_000  # at most, of one text, for its signature and compa
 
 
 class Duplicate(NamedTuple):
-    """A dropped row and the kept row `of` that it repeats; `similarity` is in [0, 1], 1.0 for the same words."""
+    """A row that is dropped as a duplicate.
+
+    Attributes:
+        row: its index.
+        of: index of the kept row that it repeats.
+        similarity: similarity of their words, in [0, 1]; 1.0 for the same words.
+    """
 
     row: int
     of: int
@@ -125,12 +134,17 @@ def deduplicate(texts: Sequence[str], *, similarity: float = SIMILAR) -> Dedupli
 
 
 def _near(rows: list[list[str]], distinct: list[int], similarity: float) -> dict[int, Duplicate]:
+    """Find near duplicates among the rows with the indices `distinct`, and return them by row.
+
+    In order, each row is compared with the kept rows that MinHash LSH proposes. It is dropped as a duplicate of the
+    most similar one with at least `similarity`, or kept.
+    """
     from datasketch import MinHash, MinHashLSH
     from rapidfuzz.distance import Indel
 
-    # One changed word of k breaks up to three shingles: with a share d = 1 − similarity of the words changed, about
-    # (1 − 3d) of the shingles survive on each side and their Jaccard similarity is (1 − 3d)/(1 + 3d); 0.7 of it leaves
-    # room for clustered and scattered changes.
+    # A changed word breaks up to three shingles. If a share d = 1 − similarity of the words is changed, about
+    # s = 1 − 3d of the shingles survive on each side, and their Jaccard similarity is s / (2 − s). The threshold is 0.7
+    # of that, to leave room for clustered and for scattered changes.
     survives = max(0.2, 1 - _SHINGLE * (1 - similarity))
     threshold = max(0.1, 0.7 * survives / (2 - survives))
     lsh = MinHashLSH(threshold=threshold, num_perm=_PERMUTATIONS, weights=(0.2, 0.8))
@@ -167,8 +181,14 @@ _CELLS_AT_ONCE: Final = 4_000_000  # of the similarity matrix, 16 MB
 
 @dataclass(frozen=True)
 class Contamination:
-    """The evaluation item that a text repeats, and why: `item` is its index in `against`, `evidence` the shared words.
-    `similarity`, in [0, 1], compares the masked words; 1.0 means that they are equal."""
+    """The evaluation item that a text repeats, and why.
+
+    Attributes:
+        item: index of the item in `against`.
+        reason: name of the rule that found it.
+        evidence: the shared words, or for `near` the similarity in words.
+        similarity: similarity of the masked words, in [0, 1]; 1.0 if they are equal.
+    """
 
     item: int
     reason: Reason
@@ -209,6 +229,19 @@ def find_contamination(
 
 
 class _EvaluationIndex:
+    """Index of the items of an evaluation set. Words are encoded as single characters, so that a list of words is a
+    string, and a run of words a substring.
+
+    Attributes:
+        _codes: word → its character.
+        _exact: encoded words of a whole item → the item.
+        _wordless: text of an item without words → the item.
+        _templates: encoded masked words of a whole item → the item.
+        _runs: length → runs of so many words → the item. A run shorter than `ngram` is a whole item.
+        _masked_runs: runs of `ngram` masked words → the item.
+        _items: encoded masked words of each item.
+    """
+
     def __init__(self, against: Sequence[str], ngram: int, similarity: float) -> None:
         self.ngram = ngram
         self.similarity = similarity
@@ -216,13 +249,15 @@ class _EvaluationIndex:
         self._exact: dict[str, int] = {}
         self._wordless: dict[str, int] = {}
         self._templates: dict[str, int] = {}
-        self._runs: dict[int, dict[str, int]] = {ngram: {}}  # by length; a run shorter than ngram is a whole item
+        self._runs: dict[int, dict[str, int]] = {ngram: {}}
         self._masked_runs: dict[str, int] = {}
         self._items: list[str] = []
         for item, text in enumerate(against):
             self._add(item, text)
 
     def find(self, texts: Sequence[str]) -> list[Contamination | None]:
+        """Return for each text the item that it repeats, or None. Texts that the look-up rules do not find are measured
+        against all items ("near")."""
         words = [words_of(text) for text in texts]
         templates = [self._encoded(masked(one)) for one in words]
         found = [self._copied(*one) for one in zip(texts, words, templates, strict=True)]
@@ -232,6 +267,7 @@ class _EvaluationIndex:
         return found
 
     def _add(self, item: int, text: str) -> None:
+        """Enter an item into the dictionaries. Of items with the same words the first one stays."""
         words = words_of(text)
         hidden = masked(words)
         for word in (*words, *hidden):  # word number n is the character 1 + n without the surrogates
@@ -276,6 +312,8 @@ class _EvaluationIndex:
         return None
 
     def _similar(self, templates: list[str]) -> list[Contamination | None]:
+        """Return for each text, given by its encoded masked words, the most similar item by the rule "near", or
+        None."""
         import numpy
         from rapidfuzz import process
         from rapidfuzz.distance import Indel
@@ -309,10 +347,12 @@ class _EvaluationIndex:
         return "".join([self._codes.get(word, "\0") for word in words])
 
     def _says_something(self, template: str, content_words: float) -> bool:
+        """Return whether at least so many of the encoded masked words are no numbers."""
         return len(template) - template.count(self._codes.get(MASK, "\0")) >= content_words
 
 
 def _runs_of(encoded: str, length: int) -> Iterator[str]:
+    """Yield all runs of `length` consecutive words."""
     return (encoded[start : start + length] for start in range(len(encoded) - length + 1))
 
 

@@ -2,10 +2,11 @@
 
     after n prompts, task k has had c_k(n) of them:   |c_k(n) − n·w_k/Σw| < 1
 
-Prompt by prompt: of the tasks that are far enough behind their share, the one that would be the first to fall a whole
-prompt behind is next. Source: Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980), whose bound
-is 1 − 1/(2K − 2) for K tasks. Nothing is drawn at random but the order of each task's rows. prime-rl draws the task of
-each prompt at random (``ratio``).
+``Shares`` chooses the task of each prompt. The candidates are the tasks that are at least 1/(2K − 2) of a prompt behind
+their share, K tasks in all. Of these, the one is chosen that would otherwise be the first to fall behind by more than
+the bound 1 − 1/(2K − 2). Source: Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980), which
+proves this bound. ``MixtureSampler`` takes the rows of each task in random order; nothing else is random. How we
+differ: prime-rl draws the task of each prompt at random (``ratio``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from grpo_lab.curation.samplers import RoundSampler, seeded
 
 
 class Shares:
-    """Deals out prompts to tasks by their weights, one after the other; the same sequence always."""
+    """Chooses the task of one prompt after the other by the tasks' weights. The sequence follows from the weights
+    alone.
+
+    Attributes:
+        shares: w_k/Σw of each task, exact.
+        slack: 1/(2K − 2), how far behind its share a task must be to come next; 0 for a single task.
+        counts: prompts that each task has had.
+        dealt: prompts of all tasks.
+    """
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(str(weight)) for weight in weights]
@@ -44,19 +53,25 @@ class Shares:
 
 
 def most_of(weights: Sequence[float], batch_size: int) -> list[int]:
-    """Return how many prompts of each task a round may hold: within one of the share at both of its ends."""
+    """Return the largest number of prompts of each task in a round of ``batch_size``.
+
+    Before and after a round a task's count is less than one prompt from its share, so the round holds less than two
+    prompts more than the task's share of it.
+    """
     return [min(math.ceil(share * batch_size) + 1, batch_size) for share in Shares(weights).shares]
 
 
 class MixtureSampler(RoundSampler):
-    """Sampler of several tasks. Each round holds them by their weights; each task's rows are shuffled once a pass of
-    its own.
+    """Sampler of several tasks that gives each its share of every round.
 
-    A round takes its rows of a task from one pass: what is left of a pass and does not fill a round is left out.
+    Each task has passes of its own over its rows, which are shuffled anew for every pass. A round takes all its rows of
+    a task from one pass: if the rest of a pass is too short, it is left out and the next pass begins.
 
     Args:
+        data_source: the dataset, of which only the length is read.
         tasks: the task of each row, numbered from 0.
-        weights: one a task, above 0; shape: as in `RoundSampler`.
+        weights: one for each task, above 0.
+        shape: the other arguments of `RoundSampler`, in order; ``more``: the same by name.
 
     Raises ValueError if a task has fewer rows than a round may take of it.
     """
@@ -68,9 +83,9 @@ class MixtureSampler(RoundSampler):
         self.weights = [float(weight) for weight in weights]
         of_rows = torch.as_tensor(list(tasks), dtype=torch.long)
         self.rows = [torch.nonzero(of_rows == task).flatten() for task in range(len(weights))]
-        self._places: list[list[tuple[int, int, int]]] = []  # a round: (pass, first place, number) of each task
+        self._places: list[list[tuple[int, int, int]]] = []  # of each round and task: (pass, first place, row count)
         self._shares = Shares(self.weights)
-        self._order: list[list[int]] = []  # a round: the tasks of its prompts
+        self._order: list[list[int]] = []  # of each round: the tasks of its prompts
         for task, most in enumerate(most_of(self.weights, self.batch_size)):
             if len(self.rows[task]) < most:
                 raise ValueError(
@@ -82,7 +97,8 @@ class MixtureSampler(RoundSampler):
         return self.round(epoch * self.rounds_per_epoch + number)
 
     def round(self, number: int) -> list[int]:
-        """Return the rows of round `number` of the run, which follows from the arguments and the seed alone."""
+        """Return the rows of round `number`, counted over the whole run. They follow from the arguments of the
+        constructor alone."""
         while len(self._order) <= number:
             self._deal()
         waiting = []
@@ -93,6 +109,7 @@ class MixtureSampler(RoundSampler):
         return [next(waiting[task]) for task in self._order[number]]
 
     def _deal(self) -> None:
+        """Fix the next round: the tasks of its prompts, and where in which pass it begins with each task."""
         order = [self._shares.next() for _ in range(self.batch_size)]
         places = []
         if self._places:
@@ -114,5 +131,5 @@ class MixtureSampler(RoundSampler):
         return {**super()._shape(), "weights": self.weights, "rows": rows}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and no rounds: each follows from its number."""
+        """Return the state without rounds: each follows from its number."""
         return {**super().state_dict(), "drawn": []}

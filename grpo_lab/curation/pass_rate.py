@@ -9,8 +9,8 @@ The file has a header with the settings, then one line per problem. A batch is o
 begins, so a killed run continues with the problems that have no line yet. Problems are recognised by their content and
 by the model's input for them (`rendered`). So their order may change, and equal ones are sampled once.
 
-A problem is guessable if one of 8 tries *without reasoning* is right. Kimi k1.5 removes these as "easy to hack". The
-wording of the request is ours.
+A problem is guessable if one of 8 tries *without reasoning* is right (`guess_rates`). Kimi k1.5 removes these as "easy
+to hack". The wording of the request is ours.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ TRIES = 8
 
 @dataclass(frozen=True)
 class Written:
-    """A completion returned by `generate`. `cut` says whether the token limit cut it off; `ids` are its tokens, if
-    known, which some rewards read."""
+    """A completion as `generate` may return it, with what else is known of it.
+
+    Attributes:
+        completion: the text or message list.
+        cut: whether the token limit cut it off.
+        ids: its token ids, which some rewards read; None if not known.
+    """
 
     completion: Any
     cut: bool
@@ -50,8 +55,13 @@ class Written:
 
 @dataclass(frozen=True)
 class PassRate:
-    """The completions of one problem, and their scores. `cut` is the number of completions that the token limit cut
-    off; None if `generate` returned no `Written`."""
+    """The completions of one problem, and how many of them are right.
+
+    Attributes:
+        scores: one per completion; None: it could not be scored.
+        completions: the completions.
+        cut: how many of them the token limit cut off; None if `generate` did not say.
+    """
 
     scores: tuple[float | None, ...]
     completions: tuple[Any, ...]
@@ -59,6 +69,7 @@ class PassRate:
 
     @property
     def successes(self) -> int:
+        """Number of right completions."""
         return sum(score is not None and score >= CORRECT_FROM for score in self.scores)
 
     @property
@@ -98,8 +109,9 @@ def pass_rates(
         path: JSON-lines file to which results are appended; those in it are used again. None saves nothing.
         settings: what the samples depend on (model, temperature, …). A file with other settings is refused.
         batch_size: problems per call of `generate`; at most this many are lost if the process is killed.
-        progress: show the progress, under the name `label`. ``counted``: what problems are called there.
-        rendered: returns the model's input for a prompt (text or token ids), which is part of the problem's key.
+        progress: show a progress bar.
+        label: name of that bar; ``counted``: what problems are called in it.
+        rendered: returns the model's input for a prompt (text or token ids), by which a problem is recognised, too.
 
     Raises ValueError if a setting is wrong, or `generate` or `score` returns the wrong number of items. Also if the
     file has other settings, is damaged before its end, or is being written by another process.
@@ -140,6 +152,7 @@ def _key(problem: Problem, rendered: Any) -> str:
 
 
 def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -> list[PassRate]:
+    """Sample and score n completions of each problem of one batch."""
     prompts = [problem["prompt"] for problem in problems]
     groups = generate(prompts, n)
     if len(groups) != len(prompts) or any(len(group) != n for group in groups):
@@ -159,8 +172,8 @@ def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -
 def scores_of(
     answers: Sequence[tuple[Problem, Any]], score: Score, ids: Sequence[Sequence[int] | None] | None = None
 ) -> list[float | None]:
-    """Score (problem, completion) pairs by a reward. It gets every column of the problems and, if known, ``ids``, the
-    tokens of the completions."""
+    """Return the score of each (problem, completion) by a reward, which gets every column of the problems and, if
+    known, the completions' token ``ids``."""
     names = dict.fromkeys(name for problem, _ in answers for name in problem if name != "prompt")
     columns: dict[str, Any] = {name: [problem.get(name) for problem, _ in answers] for name in names}
     if ids is not None:
@@ -173,7 +186,8 @@ def scores_of(
 def _opened(
     path: str | Path | None, header: dict[str, Any]
 ) -> Iterator[tuple[dict[str, PassRate], Callable[[Mapping[str, PassRate]], None]]]:
-    """Yield the results that the file has, and a function that appends more and returns once they are on disk."""
+    """Open the file of results, locked, and yield the results in it by key, and a function that appends more and
+    returns once they are on disk. Without a path there are none, and nothing is written."""
     if path is None:
         yield {}, lambda results: None
         return
@@ -198,8 +212,9 @@ def _opened(
 
 
 def _read(file: IO[bytes], path: str | Path, header: dict[str, Any]) -> dict[str, PassRate]:
-    """Return the results of the whole batches, by key, and cut off the rest of the file. A batch shares one stream of
-    random numbers, so the missing part of a torn batch would be drawn from another stream."""
+    """Return the results of the whole batches in the file, by key, and cut off a torn batch at its end. A batch shares
+    one stream of random numbers, so the missing part of a torn one would be drawn from another stream. An empty file
+    gets the header. Raises ValueError if the file holds something else, or samples made with other settings."""
     file.seek(0)
     first = file.readline()
     if not _holds_ours(first) and not json.dumps(header).encode().startswith(first):
@@ -238,6 +253,7 @@ def _is_ours(row: Any) -> bool:
 
 
 def _holds_ours(line: bytes) -> bool:
+    """Return whether a line of the file is a whole header, or a whole row with samples."""
     try:
         return _is_ours(parse_json(line, "a line"))
     except ValueError:
@@ -248,7 +264,8 @@ def _holds_ours(line: bytes) -> bool:
 def _progress_of(
     total: int, done: int, label: str, counted: str, shown: bool
 ) -> Iterator[Callable[[int, Sequence[PassRate]], None]]:
-    """Yield `advance(problems, results so far)`: it updates a bar on a terminal, or now and then a line in a log."""
+    """Yield `advance(number of new problems, all results so far)`, which updates a bar on a terminal or writes a line
+    to a log now and then. The bar starts at `done` of `total` problems."""
     from tqdm import tqdm
 
     seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
@@ -265,7 +282,7 @@ def _progress_of(
 
 
 def keep_band(rates: Sequence[float | None], low: float = 0.0, high: float = 1.0) -> list[bool]:
-    """Mark the problems with low < p < high, both ends excluded; a problem without a rate (None) is not kept.
+    """Return for each problem whether its pass rate p is kept: low < p < high. One without a rate (None) is not.
 
     The default keeps all problems that can teach something: with p = 0 or 1 all advantages of a group are zero.
     """
@@ -288,8 +305,8 @@ def guess_rates(
     settings: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> list[PassRate]:
-    """Return the pass rates of the problems with `ANSWER_ONLY` added to every prompt; ``how`` is passed to
-    `pass_rates`.
+    """Return the pass rates of the problems when every prompt asks for the answer alone (`ANSWER_ONLY`). The arguments
+    are those of `pass_rates`, with `tries` as its n.
 
     `generate` should allow few tokens (enough for an answer, say 32), or the model reasons all the same. The thinking
     mode of a chat template has to be off.
@@ -305,7 +322,7 @@ def guessable(rates: Sequence[PassRate]) -> list[bool]:
 
 
 def answer_only(prompt: Any, request: str = ANSWER_ONLY) -> Any:
-    """Return the prompt with the request after its text, or after the last user message of a message list."""
+    """Return the prompt with the request appended to its text or, in a message list, to the last user message."""
     if isinstance(prompt, str):
         return f"{prompt}\n\n{request}"
     messages = [dict(message) for message in prompt]

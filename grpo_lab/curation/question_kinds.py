@@ -26,7 +26,7 @@ from typing import Final, Literal
 QuestionKind = Literal["open", "multiple_choice", "true_false", "proof"]
 KINDS: Final[tuple[QuestionKind, ...]] = ("open", "multiple_choice", "true_false", "proof")
 
-READ_AT_MOST: Final = 20_000  # characters kept from each end of a longer text
+READ_AT_MOST: Final = 20_000  # characters that are read from each end of a text
 
 DRAWING = re.compile(r"\[asy\].*?(?:\[/asy\]|\Z)", re.DOTALL)  # a program, whose labels look like options
 _WRAPPED = r"\\(?:textbf|text|mathrm|mathbf|textrm|textit|bf|rm)\s?\{\s?"
@@ -146,7 +146,7 @@ def question_kind(text: str) -> QuestionKind:
 
 
 def _options(text: str) -> list[str] | None:
-    """Return the texts of the options to choose from, or None if there are none."""
+    """Return the texts of the options that a question gives to choose from, or None if it gives none."""
     if listed := _LISTED.search(text):
         lines = list(filter(None, (line.strip(" \t-*•") for line in listed[1].split("\n"))))
         if len(lines) == 1:
@@ -170,7 +170,8 @@ def _options(text: str) -> list[str] | None:
 
 
 def _run_of_letters(text: str, marker: re.Pattern[str], first: str) -> list[str] | None:
-    """Return the texts after the markers A, B, C, … if these follow in order; one letter may be missing (a typo)."""
+    """Return the texts behind the markers A, B, C, … (beginning with `first`) if there are at least two in order; from
+    the third on a letter may be missing, as by a typo. Else None."""
     run: list[tuple[int, int]] = []
     expected = ord(first)
     for match in marker.finditer(text):
@@ -188,17 +189,19 @@ def _run_of_letters(text: str, marker: re.Pattern[str], first: str) -> list[str]
 
 
 def _two_valued(options: list[str]) -> bool:
+    """Return whether the options are words such as yes and no, or true and false, at most three."""
     return all(option.strip(" .'\"\n").lower() in _TWO_VALUED for option in options) and len(options) <= 3
 
 
 def _parts_of_a_task(options: list[str]) -> bool:
-    """Return whether these are parts to solve, (a) Show that … (b) Find …, and not options to choose from."""
+    """Return whether these texts are parts of a task, (a) Show that … (b) Find …, and not options to choose from."""
     tasks = (_PROVE.match(o) or _COMMAND.match(o) or _QUESTION_WORD.match(o) or o.endswith("?") for o in options)
     return sum(map(bool, tasks)) >= 2
 
 
 def _requested(text: str) -> QuestionKind:
-    """Return the kind of the last sentence that asks for something, else of the text as a statement."""
+    """Return the kind of the last sentence that asks for something (rule 3); if none does, that of the text as a
+    statement (rule 4)."""
     about_the_form = False
     ends = [0, *(end.end() for end in _SENTENCE_END.finditer(text)), len(text)]
     pieces = (text[begin:end].strip() for begin, end in pairwise(ends))

@@ -2,14 +2,14 @@
 
     right_answers      right → (calculations hold) → one per way of solving → at most k per problem → SFT rows
     contrast_pairs     a right and a wrong answer to the same problem, at most k pairs → DPO rows
-    shortest_correct   the shortest right one of n = 8 samples → SFT rows
+    shortest_correct   the shortest right answer to each problem → SFT rows
     preference_pairs   the shortest right answer against wrong ones, and right ones at least 1.5 times as long
                        → DPO rows
 
-Two answers solve a problem the same way if ``same`` maps their texts to the same value: the list of their equations
-(RFT, arXiv 2308.01825, section 3.3), or their normalised words. The last two functions are long2short's (Kimi k1.5,
-arXiv 2501.12599, section 2.4; its two other methods are `weights.py` and RL with a length penalty). The same samples
-always give the same rows.
+The first two keep one answer per way of solving. Two answers solve a problem the same way if the function ``same`` maps
+their texts to the same value: the list of their equations (RFT, arXiv 2308.01825, section 3.3), or their normalised
+words. The last two are methods of long2short (Kimi k1.5, arXiv 2501.12599, section 2.4, with n = 8 samples a problem;
+its two other methods are `weights.py` and RL with a length penalty). The same samples always give the same rows.
 """
 
 from __future__ import annotations
@@ -23,17 +23,25 @@ from grpo_lab.curation.duplicates import words_of
 from grpo_lab.curation.pass_rate import PassRate
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
-#: A rejected right completion has at least this many times the tokens of the chosen one.
+#: Least length of a rejected right completion, in lengths of the chosen one.
 LONGER = 1.5
 
 Length = Callable[[Any], int]  # completion -> length, in tokens of the model that will be trained
-Same = Callable[[str], Hashable]
+Same = Callable[[str], Hashable]  # text -> way of solving: a key that is equal for the same way
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A problem with its completions, each with a score (None: unscorable) and a length."""
+    """A problem and its sampled completions.
+
+    Attributes:
+        prompt: the prompt, a text or message list.
+        completions: the completions.
+        scores: one per completion; None: it could not be scored.
+        lengths: tokens of each completion.
+        columns: the problem's other columns.
+    """
 
     prompt: Any
     completions: Sequence[Any]
@@ -55,6 +63,7 @@ class Sampled:
 
     @property
     def wrong(self) -> list[int]:
+        """Indices of the wrong completions; one that could not be scored is none."""
         return [place for place, score in enumerate(self.scores) if score is not None and score < CORRECT_FROM]
 
     @property
@@ -64,7 +73,7 @@ class Sampled:
 
 
 def sampled(problems: Sequence[Mapping[str, Any]], rates: Sequence[PassRate], length: Length) -> list[Sampled]:
-    """Combine problems with their `pass_rates` results; `length` counts the tokens of a completion."""
+    """Combine problems with their results of `pass_rates`, in the same order; `length` counts a completion's tokens."""
     rows: list[Sampled] = []
     for problem, rate in zip(problems, rates, strict=True):
         columns = {name: value for name, value in problem.items() if name != "prompt"}
@@ -74,7 +83,8 @@ def sampled(problems: Sequence[Mapping[str, Any]], rates: Sequence[PassRate], le
 
 
 def shortest_correct(rows: Sequence[Sampled]) -> Rows:
-    """Return SFT rows `prompt, completion, length, …columns` of each solved problem's shortest right completion."""
+    """Return an SFT row `prompt, completion, length, …columns` for each solved problem, with its shortest right
+    completion."""
     return [
         {**row.columns, "prompt": row.prompt, "completion": row.completions[best], "length": row.lengths[best]}
         for row in rows
@@ -91,12 +101,15 @@ def preference_pairs(
 ) -> Rows:
     """Return DPO rows `prompt, chosen, rejected, chosen_length, rejected_length, rejected_because, …columns`.
 
+    Chosen is a problem's shortest right completion. Rejected are wrong ones (`rejected_because`: `wrong`), and right
+    ones that are much longer (`longer`). Completions without a score are never used, nor one equal to the chosen one.
+
     Args:
+        rows: problems with their samples.
         ratio: a right completion is rejected if it is at least `ratio` times as long as the chosen one; > 1.
-        wrong_must_be_longer: True follows the report's wording ("longer responses are treated as negative samples,
-            including wrong longer responses"); False takes every wrong completion.
+        wrong_must_be_longer: whether a wrong completion is rejected only if it is longer than the chosen one, which is
+            the report's wording ("longer responses are treated as negative samples, including wrong longer responses").
         pairs_per_problem: most pairs per problem, the longest rejected first; None keeps all.
-    Unscorable completions are never used. A rejected text equal to the chosen one makes no pair.
     """
     if ratio <= 1:
         raise ValueError(f"ratio={ratio}: a rejected right completion has to be longer than the chosen one, ratio > 1")
@@ -120,8 +133,8 @@ def preference_pairs(
 
 
 def normalised(text: str) -> Hashable:
-    """Return the words of a text, without case, layout and punctuation, as a key for ``same``. A text of symbols only
-    is its own key."""
+    """Return the words of a text without case, layout and punctuation, as a key for ``same``. The key of a text without
+    words is the text."""
     return tuple(words_of(text)) or text.strip()
 
 
@@ -133,13 +146,15 @@ def right_answers(
     sound: Callable[[str], bool] | None = None,
     gold: str | None = None,
 ) -> tuple[Rows, dict[str, int]]:
-    """Return SFT rows `prompt, completion, source, …columns` (``own`` or ``gold``), problem by problem, and counts.
+    """Return SFT rows `prompt, completion, source, …columns`, problem by problem, and counts. The source is ``own`` for
+    an answer of the model, ``gold`` for a reference solution.
 
     Args:
+        rows: problems with their samples.
         per_problem: most own answers per problem, in the order in which their ways were found; None keeps all.
-        same: maps a text to its way of solving. Of several answers the first is kept, unless a later one is farther
-            from the other ways (sum of the edit distances), as in the paper's algorithm 1.
-        sound: right answers for which it returns False are left out.
+        same: maps a text to its way of solving. Of the answers of one way the first is kept, unless a later one is
+            farther from the other ways (sum of the edit distances), as in algorithm 1 of RFT.
+        sound: right answers for which it returns False are left out; None keeps all.
         gold: column with a reference solution. It comes first and is always kept; own answers of its way are left out.
 
     Returns the rows, and these counts:
@@ -176,8 +191,9 @@ def contrast_pairs(
     """Return DPO rows `prompt, chosen, rejected, chosen_length, rejected_length`, problem by problem, and the counts of
     `right_answers`.
 
-    There are R ways of being right and W of being wrong, each with its first sample. Pair i is (right[i mod R], wrong[i
-    mod W]) for i < max(R, W) and i < ``per_problem``: every way is used before one is used again.
+    A problem has R ways among its right samples and W among its wrong ones, each with its first sample. Pair i is
+    (right[i mod R], wrong[i mod W]) for i < max(R, W) and i < ``per_problem``: every way is used before one is used
+    again. Without right or without wrong samples a problem has no pair.
     """
     _check_limit(per_problem)
     built: Rows = []
@@ -201,14 +217,15 @@ def text_of(completion: Any) -> str:
 
 
 def in_form_of(prompt: Any, text: str) -> Any:
-    """Return the text itself for a text prompt, else as a list of one assistant message."""
+    """Return a completion's text in the form of its prompt: as a text, or as a list of one assistant message."""
     if isinstance(prompt, str):
         return text
     return [{"role": "assistant", "content": text}]
 
 
 def _ways(texts: list[str], same: Same, reference: str | None) -> list[str]:
-    """Return one text per way of solving, in the order in which the ways appeared, without the way of ``reference``."""
+    """Return one text per way of solving, in the order in which the ways appear, without the way of ``reference``. Of
+    the texts of one way the choice is that of ``right_answers``."""
     from rapidfuzz.distance import Levenshtein
 
     gold = [] if reference is None else [reference]
@@ -228,7 +245,7 @@ def _ways(texts: list[str], same: Same, reference: str | None) -> list[str]:
 
 
 def _firsts(row: Sampled, places: list[int], same: Same) -> list[int]:
-    """Return the index of the first completion of each way, in order."""
+    """Return the index of the first completion of each way among the completions at ``places``, in order."""
     found: dict[Hashable, int] = {}
     for place in places:
         found.setdefault(same(text_of(row.completions[place])), place)
@@ -246,6 +263,7 @@ def _pair(row: Sampled, chosen: int, rejected: int) -> dict[str, Any]:
 
 
 def _counts(rows: Sequence[Sampled], found: Counter[str], kept: int) -> dict[str, int]:
+    """Return the counts that ``right_answers`` describes; ``found`` has those that were made on the way."""
     return {
         "problems": len(rows),
         "solved": found["solved"],

@@ -4,14 +4,15 @@ A round is one generation batch: `batch_size` different prompts. Its indices are
 
     repeat_count times:  p₁ … p₁ (mini_repeat_count times)  p₂ … p₂  …  p_batch_size …
 
-An epoch has ⌊N / batch_size⌋ rounds. A round is drawn when the data loader first asks for one of its indices. That is
-one batch before the trainer uses it (accelerate prefetches one), so a draw sees the updates received *until then*.
+An epoch has ⌊N / batch_size⌋ rounds of a data set of N rows. A round is drawn when the data loader first asks for one
+of its indices. That is one batch before the trainer uses it (accelerate prefetches one), so a draw sees the updates
+received *until then*.
 
 Resume. A trainer iterates the epoch from its start and skips what it has already trained on. Draws may depend on the
-run. So the rounds drawn in the current epoch, the prefetched one included, are part of the state and are replayed
-first. The random generator of a round is seeded by (seed, epoch, round) alone. Every rank runs its own copy; the copies
-agree if they get the same updates at the same steps (`fingerprint`). The epoch is set by `set_epoch`, or counted if
-nobody calls it.
+results of the run, so they cannot be repeated later. Therefore the rounds drawn in the current epoch, the prefetched
+one included, are part of the state, and are replayed first. The random generator of a round is seeded by (seed, epoch,
+round) alone. Every rank runs its own copy; the copies agree if they get the same updates at the same steps
+(`fingerprint`). The epoch is set by `set_epoch`, or counted if nobody calls it.
 
 **Curricula by pass rate** (Kimi k1.5, arXiv 2501.12599, section 2.3.3): easy problems first; or all first and then the
 hard ones (section 3.5). Which problems are hard, when to switch and the floor for easy problems are settings of ours.
@@ -22,8 +23,9 @@ more often. s_i is the success rate of problem i, estimated from the run's own r
     P(i) ∝ w_i = max(1 − s_i, floor)     a solved problem keeps the floor, so that forgetting is noticed
     S_i ← λ·S_i + successes,  T_i ← λ·T_i + trials,  s_i = S_i / T_i     (λ = `decay`: old policies fade)
 
-A round needs `batch_size` *different* problems, and drawing one after the other flattens the weights. So it is a
-systematic sample: problem i is in it with probability exactly π_i = min(1, k · w_i / Σw), Σπ_i = batch_size.
+A round needs `batch_size` *different* problems. If they were drawn one after the other, large weights would count for
+less. So a round is a systematic sample: problem i is in it with probability exactly π_i = min(1, k · w_i), where k is
+such that Σπ_i = batch_size.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ DECAY = 0.8
 
 
 class RoundSampler(Sampler[int]):
-    """Base class of the samplers here; a subclass chooses the prompts of a round (`draw`).
+    """Base class of samplers that choose prompts round by round; a subclass implements `draw`, the choice of a round.
 
     Args:
         data_source: the dataset, of which only the length N is read.
@@ -75,7 +77,8 @@ class RoundSampler(Sampler[int]):
         self._used_up = False
 
     def draw(self, epoch: int, number: int, generator: torch.Generator) -> list[int]:
-        """Return the `batch_size` different indices of round `number` of an epoch."""
+        """Return the `batch_size` different indices of round `number` of an epoch, in order. `generator` is seeded for
+        this round alone."""
         raise NotImplementedError
 
     @property
@@ -91,7 +94,7 @@ class RoundSampler(Sampler[int]):
         return self._indices(self.epoch, self._drawn)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch. If it is the current one, its rounds are kept and replayed from the start."""
+        """Set the epoch of the next iteration. If it is the current one, its rounds are kept and replayed."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._drawn = []
@@ -108,7 +111,8 @@ class RoundSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; then iterate from the start of the epoch. Raises ValueError for another sampler's."""
+        """Restore a saved state. The next iteration begins at the start of its epoch. Raises ValueError if the state is
+        of another kind of sampler, or of other data, batch settings or seed."""
         if state.get("sampler") != type(self).__name__:
             raise ValueError(f"the state is of a {state.get('sampler')}, this is a {type(self).__name__}")
         if dict(state["shape"]) != self._shape():
@@ -126,6 +130,8 @@ class RoundSampler(Sampler[int]):
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def _indices(self, epoch: int, drawn: list[list[int]]) -> Iterator[int]:
+        """Yield the indices of an epoch. Rounds that are in `drawn` are replayed; further ones are drawn and added to
+        it."""
         for number in range(self.rounds_per_epoch):
             if number == len(drawn):
                 drawn.append(self.draw(epoch, number, seeded(self.seed, epoch, number)))
@@ -135,6 +141,7 @@ class RoundSampler(Sampler[int]):
             self._used_up = True
 
     def _shape(self) -> dict[str, int]:
+        """Return the settings that must be the same when a state is restored."""
         names = ("num_samples", "mini_repeat_count", "batch_size", "repeat_count", "seed")
         return {name: getattr(self, name) for name in names}
 
@@ -150,10 +157,13 @@ def seeded(*numbers: int) -> torch.Generator:
 class CurriculumSampler(RoundSampler):
     """Sampler from easy to hard: every epoch visits the problems by falling pass rate, ties in random order.
 
-    If N is no multiple of `batch_size`, an epoch leaves out random rows; otherwise the hardest would never be visited.
+    If N is no multiple of `batch_size`, every epoch leaves out random rows. If it left out the last ones, the hardest
+    problems would never be visited.
 
     Args:
-        pass_rates: one per row, in [0, 1]; shape: as in `RoundSampler`.
+        data_source: the dataset, of which only the length is read.
+        pass_rates: one per row, in [0, 1].
+        shape: the other arguments of `RoundSampler`, in order; ``more``: the same by name.
     """
 
     def __init__(self, data_source: Sized, pass_rates: Sequence[float], *shape: int, **more: int) -> None:
@@ -172,11 +182,13 @@ class UniformThenHardSampler(RoundSampler):
     with a pass rate below `hard_below`, shuffled again and again.
 
     Args:
+        data_source: the dataset, of which only the length is read.
         pass_rates: one per row, in [0, 1].
-        uniform_rounds: number of generation batches, counted over epochs.
+        shape: the other arguments of `RoundSampler`, in order; ``more``: the same by name.
+        uniform_rounds: number of rounds (generation batches) of the first phase, counted over epochs.
         hard_below: problems with a smaller pass rate are hard; there must be at least `batch_size` of them.
-        floor: chance of an easy problem in the hard phase relative to a hard one's, in [0, 1]. With 0 the hard problems
-            are visited pass by pass; otherwise every round is drawn by these weights (`systematic_sample`).
+        floor: weight of an easy problem in the hard phase, in [0, 1]; a hard one has 1. With 0 the hard problems are
+            visited pass by pass; otherwise every round is drawn by these weights (`systematic_sample`).
     """
 
     def __init__(
@@ -214,14 +226,16 @@ class UniformThenHardSampler(RoundSampler):
         return self._shuffled(self._hard, position - self.uniform_rounds, phase=1)
 
     def _shuffled(self, pool: torch.Tensor, position: int, phase: int) -> list[int]:
-        """Return round `position` of the pool, which is shuffled anew after every full pass."""
+        """Return round `position`, counted from the start of the phase, of a pool that is shuffled anew for every full
+        pass."""
         lap, place = divmod(position, len(pool) // self.batch_size)
         order = pool[torch.randperm(len(pool), generator=seeded(self.seed, phase, lap))]
         return [int(index) for index in order[place * self.batch_size : (place + 1) * self.batch_size]]
 
 
 def checked_rates(pass_rates: Sequence[float], rows: int, name: str = "pass_rates") -> torch.Tensor:
-    """Return pass rates as [N] float64. Raises ValueError unless all are in [0, 1] and N is `rows`."""
+    """Return pass rates as a tensor, `[N]` float64. Raises ValueError, naming the argument `name`, unless there are
+    `rows` of them, all in [0, 1]."""
     if len(pass_rates) != rows:
         raise ValueError(f"{name} needs {rows} pass rates, one a row; got {len(pass_rates)}")
     if wrong := [rate for rate in pass_rates if rate is None or not 0 <= rate <= 1]:
@@ -230,10 +244,14 @@ def checked_rates(pass_rates: Sequence[float], rows: int, name: str = "pass_rate
 
 
 class PrioritizedSampler(RoundSampler):
-    """Sampler that draws rounds ∝ max(1 − s_i, floor). The module has the formula, `RoundSampler` the other arguments.
+    """Sampler that draws problems with probability ∝ max(1 − s_i, floor), where s_i is the success rate of problem i in
+    this run so far (formulas: at the top of this module).
 
     Args:
-        initial: s_i before the first update, one number or one per problem; 0 draws unseen problems first.
+        data_source: the dataset, of which only the length is read.
+        shape: the other arguments of `RoundSampler`, in order; ``more``: the same by name.
+        initial: s_i before the first update, one number or one per problem; with 0 unseen problems have the largest
+            weight.
         floor: least weight, in (0, 1]; 1 is uniform sampling.
         decay: λ in [0, 1]; with 0 only the last update counts, with 1 no update fades.
     """
@@ -263,7 +281,8 @@ class PrioritizedSampler(RoundSampler):
         self.trials = torch.zeros_like(self._successes)  # T_i, 0 before the first update
 
     def update(self, index: int, successes: float, trials: float) -> None:
-        """Record `successes` among `trials` scorable completions of problem `index`. Every rank makes the same call."""
+        """Record that of `trials` scorable completions of problem `index`, `successes` were right. Every rank must make
+        the same call."""
         if not 0 <= index < self.num_samples:
             raise ValueError(f"index={index} is not a row of the data (0 … {self.num_samples - 1})")
         if not 0 <= successes <= trials:
@@ -286,7 +305,7 @@ class PrioritizedSampler(RoundSampler):
         return systematic_sample(inclusion_probabilities(self.weights, self.batch_size), generator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with S and T added."""
+        """Return the state, with the decayed counts S and T of every problem."""
         return {**super().state_dict(), "successes": self._successes.tolist(), "trials": self.trials.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -296,7 +315,11 @@ class PrioritizedSampler(RoundSampler):
 
 
 def inclusion_probabilities(weights: torch.Tensor, count: int) -> torch.Tensor:
-    """Return π_i = min(1, k·w_i), [N] float64, with k such that Σπ_i = count. All weights positive, count ≤ N."""
+    """Return π_i = min(1, k·w_i), `[N]` float64, with k such that Σπ_i = `count`.
+
+    The weights `[N]` must be positive, and `count` at most N. k is found by repeating: spread what is left of `count`
+    over the problems below 1 by their weights, and fix those at 1 that exceed it.
+    """
     certain = torch.zeros_like(weights, dtype=torch.bool)
     while True:
         rest = count - int(certain.sum())
@@ -309,10 +332,10 @@ def inclusion_probabilities(weights: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def systematic_sample(chance: torch.Tensor, generator: torch.Generator) -> list[int]:
-    """Draw Σπ different indices, in random order, so that i is among them with probability exactly π_i.
+    """Draw Σπ different indices, in random order, so that i is among them with probability exactly π_i = `chance[i]`.
 
     The indices are laid out in random order as intervals of length π_i. The points u, u + 1, u + 2, … with u uniform in
-    [0, 1) pick an interval each; none is picked twice as π_i ≤ 1.
+    [0, 1) pick an interval each; none is picked twice, as π_i ≤ 1.
     """
     certain = torch.nonzero(chance >= _CERTAIN).flatten()
     free = torch.nonzero(chance < _CERTAIN).flatten()

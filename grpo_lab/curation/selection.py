@@ -6,8 +6,8 @@
     selection.kept_rows(), selection.scored_rows(), selection.report()
 
 Every filter judges all rows. So the order of the filters only decides to which of them a dropped row is attributed: the
-first that refused it. The report also counts what each filter alone would have refused. It is printed on the terminal
-here, and as a page in `evaluation/curation_page.py`.
+first that refused it. The report also counts what each filter alone would have refused. `CurationReport.print` shows it
+on the terminal, and `evaluation/curation_page.py` as a page.
 
 `balance` keeps the same number of rows from every domain. Kimi k1.5 (section 2.1) and Qwen3 (section 4.2) balance
 subjects and difficulties without saying how. A limit per domain with a random choice inside it is ours.
@@ -25,7 +25,7 @@ from grpo_lab.visible import visible
 
 @dataclass(frozen=True)
 class DroppedExample:
-    """A dropped row as the report shows it: its number, its text cut to a readable length, and the reason."""
+    """A dropped row as the report shows it: its index, its text cut to a readable length, and the reason."""
 
     row: int
     text: str
@@ -34,8 +34,16 @@ class DroppedExample:
 
 @dataclass(frozen=True)
 class FilterOutcome:
-    """What one filter did: of the `before` rows that reached it, it dropped `dropped`. `refused` counts all rows of the
-    data that it would drop, including those that an earlier filter had dropped."""
+    """What one filter did.
+
+    Attributes:
+        name: the filter's name.
+        setting: its rule, in words.
+        before: number of rows that earlier filters had left.
+        dropped: how many of these it dropped.
+        refused: how many rows of the whole data it would drop, including those that an earlier filter had dropped.
+        examples: a few of the rows that it dropped.
+    """
 
     name: str
     setting: str
@@ -46,7 +54,7 @@ class FilterOutcome:
 
     @property
     def share(self) -> float:
-        """dropped / before; 0 if no row reached the filter."""
+        """Fraction of the rows that reached the filter and were dropped by it; 0 if none reached it."""
         if self.before:
             return self.dropped / self.before
         return 0.0
@@ -54,7 +62,7 @@ class FilterOutcome:
 
 @dataclass(frozen=True)
 class CurationReport:
-    """A curation in numbers: rows before, rows kept, what each filter did, and notes in words."""
+    """A curation in numbers: its title, rows before, rows kept, what each filter did, and notes in words."""
 
     title: str
     rows: int
@@ -92,7 +100,13 @@ _SHOWN_CHARACTERS = 600
 
 
 class Selection:
-    """Rows, their scores, and the filters applied so far. Reports quote the column `shown` (str or message list)."""
+    """Rows, their scores, and the filters applied so far.
+
+    Args:
+        rows: the data.
+        shown: the column that reports quote, with a text or message list; every row must have it.
+        title: title of the report.
+    """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], *, shown: str = "prompt", title: str = "curation") -> None:
         for index, row in enumerate(rows):
@@ -106,7 +120,7 @@ class Selection:
         self._outcomes: list[FilterOutcome] = []
 
     def score(self, name: str, values: Sequence[Any]) -> None:
-        """Add a column of scores; `values` has one entry per row."""
+        """Add a column of scores; `values` has one entry per row. Raises ValueError if there is such a column."""
         self._check_length(name, values)
         if name in self._scores or (self._rows and name in self._rows[0]) or name in {"kept", "dropped_by"}:
             raise ValueError(f"the rows have a column {name!r} already; give the score another name")
@@ -115,7 +129,14 @@ class Selection:
     def keep(
         self, name: str, mask: Sequence[bool], *, setting: str = "", reasons: Sequence[str | None] | None = None
     ) -> None:
-        """Apply a filter. `mask` covers *all* rows, True keeps one; reports show `setting` (the rule) and `reasons`."""
+        """Apply a filter.
+
+        Args:
+            name: its name, which no other filter has.
+            mask: one entry for *every* row, also for those that are dropped already; True keeps the row.
+            setting: the filter's rule in words, for reports.
+            reasons: for every row, why it is refused, for reports; None: the filter gives no reasons.
+        """
         why = [None] * len(self._rows) if reasons is None else reasons
         self._check_length(name, mask)
         self._check_length(f"reasons of {name}", why)
@@ -158,6 +179,7 @@ class Selection:
         return {**self._rows[index], **{name: values[index] for name, values in self._scores.items()}}
 
     def report(self, notes: Sequence[str] = ()) -> CurationReport:
+        """Return the report of the filters so far."""
         return CurationReport(self._title, len(self._rows), sum(self.mask), tuple(self._outcomes), tuple(notes))
 
     def _check_length(self, name: str, values: Sequence[Any]) -> None:
@@ -180,15 +202,16 @@ def balance(
     per_domain: int | Mapping[Any, int] | None = None,
     seed: int = 0,
 ) -> list[bool]:
-    """Mark the rows to keep so that no domain has more than its share.
+    """Return for each row whether it is kept, so that no domain has more rows than its limit. Which rows of a domain
+    are kept is drawn at random.
 
     Args:
         rows: the data.
         by: the column that names the domain, or a function of the row. A row without a value (`is_missing`) has no
             domain and is not kept; such rows never count as the smallest domain.
-        per_domain: most rows per domain, one number for all or one for each domain; None takes the size of the smallest
-            domain. A domain with fewer rows keeps them all.
-        seed: which rows of a domain are kept depends on this alone, not on the other domains.
+        per_domain: limit of rows per domain, one number for all or one for each domain; None takes the size of the
+            smallest domain. A domain with fewer rows keeps them all.
+        seed: seed of the draw, which does not depend on other domains.
 
     Raises ValueError if a column is missing, no row has a value, a number is negative, or a `per_domain` mapping lacks
     a domain.

@@ -1,5 +1,5 @@
 """Average two checkpoints tensor by tensor: the first of Kimi k1.5's long2short methods (section 2.4, "Model Merging":
-a long-CoT and a short-CoT model averaged with equal weights, without training).
+a model with long chains of thought and one with short ones, averaged with equal weights, without training).
 
     out = alpha · a + (1 − alpha) · b,   in float32, stored in the dtype of a
 """
@@ -82,7 +82,8 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
 
 
 def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return tensor name → file of both. Raises ValueError if a folder has no safetensors or the names differ."""
+    """Return the mapping tensor name → file name of each checkpoint folder. Raises ValueError if a folder has no
+    safetensors, or the tensors' names differ."""
     files_a = _tensor_files(Path(a_dir))
     files_b = _tensor_files(Path(b_dir))
     if files_a.keys() != files_b.keys():
@@ -111,6 +112,8 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _write_shard(a_file: Path, b_files: dict[str, Path], out_file: Path, alpha: float) -> None:
+    """Average the tensors of one file with those of the same name in the other checkpoint, and write them to a file.
+    ``b_files``: tensor name → the other checkpoint's file."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
