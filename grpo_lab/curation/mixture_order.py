@@ -22,8 +22,7 @@ from grpo_lab.curation.samplers import RoundSampler, seeded
 
 
 class Shares:
-    """Chooses the task of one prompt after the other by the tasks' weights. The sequence follows from the weights
-    alone.
+    """Choice of the task of one prompt after the other, by the tasks' weights alone.
 
     Attributes:
         shares: w_k/Σw of each task, exact.

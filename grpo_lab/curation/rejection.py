@@ -63,7 +63,7 @@ class Sampled:
 
     @property
     def wrong(self) -> list[int]:
-        """Indices of the wrong completions; one that could not be scored is none."""
+        """Indices of the wrong completions. One that could not be scored is neither right nor wrong."""
         return [place for place, score in enumerate(self.scores) if score is not None and score < CORRECT_FROM]
 
     @property

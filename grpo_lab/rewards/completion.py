@@ -197,7 +197,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 class _Blocks:
-    """Reads fenced blocks line by line, and collects (language, inside) of each in ``found``.
+    """Reader of fenced blocks, line by line; ``found`` collects (language, inside) of each.
 
     Attributes:
         fences: for each line the fence that it begins with, or None.

@@ -66,6 +66,8 @@ class Schedule:
 
 @settings()
 class Constant(Schedule):
+    """The same weight at every step."""
+
     kind: ClassVar[str] = "constant"
     is_constant: ClassVar[bool] = True
     value: Float
@@ -79,6 +81,8 @@ class Constant(Schedule):
 
 @settings()
 class Warmup(Schedule):
+    """Weight 0 before step ``start``, then ``value``."""
+
     kind: ClassVar[str] = "warmup"
     start: Count
     value: Float
@@ -97,6 +101,8 @@ class Warmup(Schedule):
 
 @settings()
 class Linear(Schedule):
+    """Weight ``initial`` up to step ``start``, ``value`` from step ``end`` on, and a straight line between them."""
+
     kind: ClassVar[str] = "linear"
     start: Count
     end: Count
@@ -125,6 +131,8 @@ class Linear(Schedule):
 
 @settings()
 class Cosine(Linear):
+    """As ``Linear``, with half a cosine in the place of the straight line."""
+
     kind: ClassVar[str] = "cosine"
 
     def curve(self, progress: float) -> float:
@@ -133,6 +141,8 @@ class Cosine(Linear):
 
 @settings()
 class Piecewise(Schedule):
+    """Weight of the last of the ``points`` (step, value) that the step has reached; the first point is at step 0."""
+
     kind: ClassVar[str] = "piecewise"
     points: Points
 

@@ -150,14 +150,14 @@ class TurnLimits:
     the number below. At least one of them must not be 0.
 
     Args:
-        unparsable: worth of a turn with a call that cannot be read.
-        unknown: of a call of a tool that does not exist.
-        raised: of a call whose tool raised an error.
-        timed_out: of a call that took longer than ``tool_seconds``.
-        turn_tokens: of a turn that reached ``turn_tokens``.
-        tool_tokens: of a call whose answer was cut at ``tool_tokens``.
-        turns: of a completion that ended at ``max_turns``.
-        completion: of a completion that ended for lack of room (``max_completion_length``).
+        unparsable: for a turn with a call that cannot be read.
+        unknown: for a call of a tool that does not exist.
+        raised: for a call whose tool raised an error.
+        timed_out: for a call that took longer than ``tool_seconds``.
+        turn_tokens: for a turn that reached ``turn_tokens``.
+        tool_tokens: for a call whose answer was cut at ``tool_tokens``.
+        turns: for a completion that ended at ``max_turns``.
+        completion: for a completion that ended for lack of room (``max_completion_length``).
     """
 
     unparsable: float = 0.0

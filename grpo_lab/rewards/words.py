@@ -65,7 +65,7 @@ def has_kana(text: str) -> bool:
 
 
 def known_languages() -> list[str]:
-    """Return the language codes that can be a target."""
+    """Return the codes of the languages that can be told apart, sorted."""
     return sorted(GROUP_OF_LANGUAGE)
 
 
@@ -130,7 +130,7 @@ def words_of(text: str) -> list[Word]:
 
 
 def _prose(text: str) -> str:
-    """Replace code and formulas in ``text`` by blanks. What they hold in other scripts and in ``\\text{…}`` stays."""
+    """Remove code, formulas and addresses from ``text``, except for the prose in them (``_blank``)."""
     pieces = _FENCE.split(text)
     text = "".join(piece if at % 2 == 0 else _blank(piece) for at, piece in enumerate(pieces))
     for opener, closer in _PAIRS:  # an opener that is never closed is left as it is

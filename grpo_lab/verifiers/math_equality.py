@@ -121,7 +121,7 @@ def _other_number(one: str, other: str) -> bool:
 
 
 class MathVerifier:
-    """Compares pairs of answers, (gold, answer); bad text leads to a verdict, never to an exception or a hang.
+    """Comparison of pairs of answers, (gold, answer). Bad text leads to a verdict, never to an exception or a hang.
 
     Like its ``WorkerPool``, it is picklable and usable from any thread.
 

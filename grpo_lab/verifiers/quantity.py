@@ -175,7 +175,7 @@ def _fraction_of(match: re.Match[str]) -> Fraction:
 
 
 class _Reader:
-    """Reads number words from a place in a text on, word by word, as in `two million five hundred thousand`.
+    """Reader of one number in words from a place in a text on, such as `two million five hundred thousand`.
 
     The value is `total + current`. A scale word multiplies `current` and moves it to `total`.
 
