@@ -117,11 +117,11 @@ class MixtureSampler(RoundSampler):
             before = [(0, 0, 0)] * len(self.rows)
         for task, (lap, place, count) in enumerate(before):
             needed = order.count(task)
-            place += count
-            if place + needed > len(self.rows[task]):
+            start = place + count
+            if start + needed > len(self.rows[task]):
                 lap = lap + 1
-                place = 0
-            places.append((lap, place, needed))
+                start = 0
+            places.append((lap, start, needed))
         self._order.append(order)
         self._places.append(places)
 

@@ -163,10 +163,10 @@ def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -
     cuts = [sum(one.cut for one in group) if isinstance(group[0], Written) else None for group in groups]
     ids = [getattr(one, "ids", None) for group in groups for one in group]
     groups = [[one.completion if isinstance(one, Written) else one for one in group] for group in groups]
-    each = [(problem, completion) for problem, group in zip(problems, groups) for completion in group]
-    scores = scores_of(each, score, None if None in ids else ids)
-    places = range(0, len(scores), n)
-    return [PassRate(tuple(scores[at : at + n]), tuple(group), cut) for at, group, cut in zip(places, groups, cuts)]
+    answers = [(problem, completion) for problem, group in zip(problems, groups) for completion in group]
+    scores = scores_of(answers, score, None if None in ids else ids)
+    of_group = [tuple(scores[start : start + n]) for start in range(0, len(scores), n)]
+    return [PassRate(own, tuple(group), cut) for own, group, cut in zip(of_group, groups, cuts)]
 
 
 def scores_of(

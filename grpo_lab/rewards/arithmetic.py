@@ -91,17 +91,18 @@ def value_of(expression: str, names: dict[str, Fraction] | None = None) -> Fract
     if len(expression) > 4 * MAX_SIDE:
         raise NotArithmetic("too long")
     values: list[Fraction] = []
-    written = ""
+    written = ""  # the expression for Python's parser; the name `_n_` stands for `values[n]`
     depth = 0
     place = 0
     while match := _TOKEN.match(expression, place):
         place = match.end()
         kind = str(match.lastgroup)
-        token = match[str(match.lastgroup)]
+        token = match[kind]
         if kind == "sign":
             depth += (token in _OPEN) - (token in _CLOSE)
-            implicit = token in _OPEN and written.endswith((")", "_"))
-            written += " *" * implicit + " " + _AS_PYTHON.get(token, token)
+            if token in _OPEN and written.endswith((")", "_")):
+                written += " *"  # `2(3)` is a product
+            written += f" {_AS_PYTHON.get(token, token)}"
         else:
             if kind == "number" and len(token) <= 40:
                 values.append(Fraction(token))
@@ -133,22 +134,27 @@ def _evaluated(node: ast.expr, values: list[Fraction]) -> Fraction:
     if not isinstance(node, ast.Name):
         raise NotArithmetic("empty brackets")
     value = values[int(node.id.strip("_"))]
-    for one in reversed(operations):
-        if isinstance(one, ast.UnaryOp):
-            if isinstance(one.op, ast.USub):
-                value = -value
-        else:
-            right = _evaluated(one.right, values)
-            if isinstance(one.op, ast.Pow):
-                if right.denominator != 1 or abs(right) > MAX_EXPONENT or (value == 0 and right < 0):
-                    raise NotArithmetic("an exponent that is not read")
-                value = value**right.numerator
-            elif isinstance(one.op, ast.Div) and right == 0:
-                raise NotArithmetic("divides by zero")
-            else:
-                value = _OPERATIONS[type(one.op)](value, right)
-            if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-                raise NotArithmetic("too large")
+    for operation in reversed(operations):
+        if isinstance(operation, ast.BinOp):
+            value = _combined(value, operation.op, _evaluated(operation.right, values))
+        elif isinstance(operation.op, ast.USub):
+            value = -value
+    return value
+
+
+def _combined(left: Fraction, operation: ast.operator, right: Fraction) -> Fraction:
+    """Apply one operation. Raises ``NotArithmetic`` for a division by zero, an exponent that is no small whole number,
+    and a result that is too large."""
+    if isinstance(operation, ast.Pow):
+        if right.denominator != 1 or abs(right) > MAX_EXPONENT or (left == 0 and right < 0):
+            raise NotArithmetic("an exponent that is not read")
+        value = left**right.numerator
+    elif isinstance(operation, ast.Div) and right == 0:
+        raise NotArithmetic("divides by zero")
+    else:
+        value = _OPERATIONS[type(operation)](left, right)
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise NotArithmetic("too large")
     return value
 
 
@@ -168,15 +174,16 @@ def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]
             name = None
             if left is not None and re.fullmatch(r"[A-Z]", left):
                 name = left
-        sets = starts and name is not None
-        values = None if sets else _value(left, known), _value(right, known)
+        sets_name = starts and name is not None
+        left_value = None if sets_name else _value(left, known)
+        right_value = _value(right, known)
         # a lone number behind words set to another (`4 boxes with 6 = 24`): what was counted is not written
         counted = place == 0 and worded and _LONE.fullmatch(left or "") and _LONE.fullmatch(right or "")
-        if left and right and values[0] is not None and values[1] is not None and not counted:
+        if left and right and left_value is not None and right_value is not None and not counted:
             same = _about if about else _same
-            found.append(Equation(left, right, same(values[0], values[1], right)))
-        if name is not None and values[1] is not None:
-            known[name] = values[1]
+            found.append(Equation(left, right, same(left_value, right_value, right)))
+        if name is not None and right_value is not None:
+            known[name] = right_value
     return found
 
 
@@ -229,13 +236,13 @@ def _piece(side: str, at_its_end: bool) -> str | None:
     return _balanced(side[run[0][0] : run[-1][1]], at_its_end)
 
 
-def _cut_in_a_sum(side: str, run: list[tuple[int, int]], runs: list[list[tuple[int, int]]], first: bool) -> bool:
+def _cut_in_a_sum(side: str, run: list[tuple[int, int]], runs: list[list[tuple[int, int]]], at_its_end: bool) -> bool:
     """Return whether the piece is tied to a word, by an operator or by no space between them (``5 apples + 3``,
     ``4x - 8``).
 
     ``run`` holds the (start, end) of the piece's tokens in ``side``; ``runs``, those of all pieces between words.
     """
-    if first:
+    if at_its_end:
         start, end = run[0]
         if start and not (side[start - 1].isspace() or side[start - 1] in "\"'`*_~:.,"):
             return True
@@ -269,19 +276,20 @@ def _tokens(side: str) -> Iterator[tuple[int, int, str]]:
             yield start, place, "word"
 
 
-def _balanced(piece: str, first: bool) -> str | None:
+def _balanced(piece: str, at_its_end: bool) -> str | None:
     """Remove outer brackets that have no partner in the piece: opening ones of a left side (``(2 + 3`` of
     ``(so 2 + 3 = 5)``), closing ones of a right side (``5)``). None if brackets still do not match."""
-    depth, low = 0, 0
+    depth = 0
+    lowest = 0
     for character in piece:
         depth += (character in _OPEN) - (character in _CLOSE)
-        low = min(low, depth)
-    if low == 0 and depth == 0:
+        lowest = min(lowest, depth)
+    if lowest == 0 and depth == 0:
         return piece
-    if low == 0 and first and piece.lstrip()[0] in _OPEN:
-        return _balanced(piece.lstrip()[1:], first)
-    if depth < 0 and not first and piece.rstrip()[-1] in _CLOSE:
-        return _balanced(piece.rstrip()[:-1], first)
+    if lowest == 0 and at_its_end and piece.lstrip()[0] in _OPEN:
+        return _balanced(piece.lstrip()[1:], at_its_end)
+    if depth < 0 and not at_its_end and piece.rstrip()[-1] in _CLOSE:
+        return _balanced(piece.rstrip()[:-1], at_its_end)
     return None
 
 

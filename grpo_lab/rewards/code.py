@@ -96,7 +96,7 @@ def _columns(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             raise ValueError(f"{rows} inputs and {len(expected)} outputs; they must be one to one")
         return [value]
     lists = {name for name, column in value.items() if isinstance(column, list) and len(column) == rows}
-    return [{name: one[at] if name in lists else one for name, one in value.items()} for at in range(rows)]
+    return [{name: column[row] if name in lists else column for name, column in value.items()} for row in range(rows)]
 
 
 def _case(one: Any) -> Mapping[str, Any]:
@@ -259,7 +259,12 @@ class CodeReward:
         verdicts = dict(zip(wanted, found, strict=True))
         trials = [verdicts[key] if isinstance(gold, Tests) else gold for key, gold in zip(keys, golds, strict=True)]
         for trial in trials:
-            self.counts[trial.end if trial.end != "done" else "passed" if trial.all_passed else "failed"] += 1
+            if trial.end != "done":
+                self.counts[trial.end] += 1
+            elif trial.all_passed:
+                self.counts["passed"] += 1
+            else:
+                self.counts["failed"] += 1
         return trials
 
     @property

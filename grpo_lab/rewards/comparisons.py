@@ -52,16 +52,17 @@ class Judge:
     ) -> bool | None:
         """Return whether the first of two completions is preferred; None if the judge cannot decide, as they are
         equally good and it has no noise of people. ``lengths`` may be in any unit."""
-        first = json.dumps(texts[0], sort_keys=True, default=str) <= json.dumps(texts[1], sort_keys=True, default=str)
-        of = [self.seed, prompt, *(texts if first else reversed(texts))]
-        if lengths[0] != lengths[1] and draw("longer", *of) < self.longer:
+        one, other = (json.dumps(text, sort_keys=True, default=str) for text in texts)
+        in_order = one <= other  # the verdict is drawn for the texts in this order, so it is the same in the other
+        compared = [self.seed, prompt, *(texts if in_order else reversed(texts))]
+        if lengths[0] != lengths[1] and draw("longer", *compared) < self.longer:
             return lengths[0] > lengths[1]
         gap = qualities[0] - qualities[1]
         if self.temperature == 0:
             return None if gap == 0 else gap > 0
-        ahead = gap if first else -gap
+        ahead = gap if in_order else -gap
         chance = 0.5 * (1 + math.tanh(ahead / self.temperature / 2))  # σ, without overflow
-        return (draw("people", *of) < chance) == first
+        return (draw("people", *compared) < chance) == in_order
 
     def pairs(
         self,
@@ -83,7 +84,8 @@ class Judge:
         for one, other in sorted(different, key=lambda two: draw(self.seed, "order", prompt, two)):
             if most is not None and len(found) >= most:
                 break
-            both: Any = [(of[one], of[other]) for of in (completions, qualities, lengths)]
-            if (verdict := self.prefers(prompt, *both)) is not None:
+            both: Any = [(values[one], values[other]) for values in (completions, qualities, lengths)]
+            verdict = self.prefers(prompt, *both)
+            if verdict is not None:
                 found.append((one, other) if verdict else (other, one))
         return found

@@ -235,13 +235,16 @@ class _Blocks:
             self._close(opened)
             self._open(fence)
         else:
-            width = len(opened[1])
-            self.inside.append(line[:width].lstrip(" \t") + line[width:])
-            for quote in _QUOTES.findall(line):
-                if quote == self.quote:
-                    self.quote = ""
-                else:
-                    self.quote = self.quote or quote
+            self._keep(line, indentation=len(opened[1]))
+
+    def _keep(self, line: str, indentation: int) -> None:
+        """Add a line to the open block, without the fence's indentation, and follow the triple quotes in it."""
+        self.inside.append(line[:indentation].lstrip(" \t") + line[indentation:])
+        for quote in _QUOTES.findall(line):
+            if quote == self.quote:
+                self.quote = ""
+            else:
+                self.quote = self.quote or quote
 
     def _open(self, fence: re.Match[str]) -> None:
         self.opened = fence

@@ -13,9 +13,9 @@ constant. What the paper leaves open, and how public code departs from it: ``doc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
+from grpo_lab.rewards.for_task import name_of
 from grpo_lab.rewards.protocol import CompletionReward, Group, GroupReward
 from grpo_lab.rewards.schedules import Constant, Schedule, Warmup, schedule_from
 from grpo_lab.verifiers.verdict import CORRECT_FROM
@@ -42,9 +42,16 @@ def kimi_length_reward(lengths: Sequence[int], correct: Sequence[bool | None]) -
     longest = max(taking_part, default=0)
     if shortest == longest:
         return [0.0] * len(lengths)
-    by_length = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
-    judged = zip(by_length, correct)
-    return [0.0 if verdict is None else value if verdict else min(0.0, value) for value, verdict in judged]
+    rewards = []
+    for length, verdict in zip(lengths, correct):
+        by_length = 0.5 - (length - shortest) / (longest - shortest)
+        if verdict is None:
+            rewards.append(0.0)
+        elif verdict:
+            rewards.append(by_length)
+        else:
+            rewards.append(min(0.0, by_length))
+    return rewards
 
 
 class KimiLengthReward(GroupReward):
@@ -77,20 +84,16 @@ class KimiLengthReward(GroupReward):
         truncated: Truncated = "as_is",
         num_generations: int | None = None,
     ) -> None:
-        inner: Any = correctness
-        while isinstance(inner, partial):
-            inner = inner.func  # TRL takes a partial's name from there, too
-        if not isinstance(correctness, str) and not callable(correctness):
-            raise ValueError(f"`correctness` is a reward's name or a reward callable, got {correctness!r}")
-        if isinstance(inner, str):
-            name = inner
+        sources: dict[str, CompletionReward] | None = None
+        if isinstance(correctness, str):
+            name = correctness
+        elif callable(correctness):
+            name = name_of(correctness)
+            sources = {name: correctness}
         else:
-            name = str(getattr(inner, "__name__", type(inner).__name__))
+            raise ValueError(f"`correctness` is a reward's name or a reward callable, got {correctness!r}")
         if truncated not in get_args(Truncated):
             raise ValueError(f"`truncated` must be one of {get_args(Truncated)}, got {truncated!r}")
-        sources = None
-        if not isinstance(correctness, str):
-            sources = {name: correctness}
         super().__init__(num_generations=num_generations, sources=sources)
         self.requires = (name,)
         self.schedule = schedule_from(weight)

@@ -100,9 +100,8 @@ class FlippedReward(_Noisy):
             flips = draw(self.seed, step, key, seen[key]) < (self.false_negatives if right else self.false_positives)
             found.append(float(right != flips))
         if columns.get("log_metric") is not None and found:
-            flipped = sum(
-                a is not None and (a >= CORRECT_FROM) != (b == 1.0) for a, b in zip(scores, found, strict=True)
-            )
+            pairs = zip(scores, found, strict=True)
+            flipped = sum(before is not None and (before >= CORRECT_FROM) != (after == 1.0) for before, after in pairs)
             columns["log_metric"](f"{self.__name__}/flipped", flipped / len(found))
         return found
 
@@ -148,9 +147,10 @@ class WrongLabelReward(_Noisy):
                 "leave such rows out of the data"
             )
         last = numbers[-1]
-        slip = 1 + int(draw(self.seed, "slip", prompt) * 2 * _LARGEST_SLIP)
-        off = slip if slip <= _LARGEST_SLIP else _LARGEST_SLIP - slip
-        text = f"{written[: last.start()]}{Decimal(last[0].replace(',', '')) + off}{written[last.end() :]}"
+        slip = 1 + int(draw(self.seed, "slip", prompt) * 2 * _LARGEST_SLIP)  # 1 to 18
+        offset = slip if slip <= _LARGEST_SLIP else _LARGEST_SLIP - slip  # 1 to 9, or -1 to -9
+        number = Decimal(last[0].replace(",", "")) + offset
+        text = f"{written[: last.start()]}{number}{written[last.end() :]}"
         if isinstance(solution, str):
             return text
         return type(solution)(text)

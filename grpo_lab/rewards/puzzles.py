@@ -13,6 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -85,7 +86,9 @@ def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
     depth = 0
     for before, token in pairwise(["(", *tokens]):
         depth += (token == "(") - (token == ")")
-        if depth > MOST_DEPTH or (token.isdigit() or token == "(") == (before.isdigit() or before == ")"):
+        begins_value = token.isdigit() or token == "("
+        behind_value = before.isdigit() or before == ")"
+        if depth > MOST_DEPTH or begins_value == behind_value:  # a value must not, and all else must, follow a value
             raise NotArithmetic(f"{token!r} after {before!r}, or brackets deeper than {MOST_DEPTH}")
     return value_of(" ".join(tokens)), [int(token) for token in tokens if token.isdigit()]
 
@@ -138,18 +141,16 @@ class SortingReward(RowReward):
         self.__name__ = f"sorting_{kind}_reward"  # TRL names its metrics after this
 
     def score(self, text: str, *row: Any) -> float | None:
-        try:
-            wanted = []
-            if row[0] is not None:
-                wanted = [int(one) for one in row[0]]
-        except (TypeError, ValueError):
-            wanted = None
-        if wanted is None or isinstance(row[0], str | bytes | dict):
-            if isinstance(row[0], str):
-                kind = "text"
-            else:
-                kind = type(row[0]).__name__
-            raise ValueError(f"`numbers` holds the {kind} {row[0]!r:.200}; it must be a list of integers")
+        numbers = row[0]
+        if numbers is None:
+            return None
+        wanted = None
+        if not isinstance(numbers, str | bytes | dict):
+            with suppress(TypeError, ValueError):
+                wanted = [int(one) for one in numbers]
+        if wanted is None:
+            kind = "text" if isinstance(numbers, str) else type(numbers).__name__
+            raise ValueError(f"`numbers` holds the {kind} {numbers!r:.200}; it must be a list of integers")
         if not wanted:
             return None
         found = _INTEGER.findall(text)

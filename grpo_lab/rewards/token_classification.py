@@ -96,19 +96,21 @@ class TokenClassificationSteps(SplitStepReward):
     ) -> list[list[float | None]]:
         if self.column is not None and self.column not in columns:
             raise ValueError(f"{self.name} reads the column {self.column!r} (`column`); rows have {sorted(columns)}")
-        heads = prompts if self.column is None else columns[self.column]
-        begun: dict[str, list[int]] = {}  # the completions of a group have one prompt
+        questions = prompts if self.column is None else columns[self.column]
+        tokenized: dict[str, list[int]] = {}  # the completions of a group have one prompt
         read = []
-        for head, texts in zip(heads, steps, strict=True):
-            if repr(head) not in begun:
-                begun[repr(head)] = self._prompt_ids(head)
-            read.append(self._read(begun[repr(head)], texts))
+        for question, texts in zip(questions, steps, strict=True):
+            if repr(question) not in tokenized:
+                tokenized[repr(question)] = self._prompt_ids(question)
+            read.append(self._read(tokenized[repr(question)], texts))
         scores: list[list[float | None]] = [[None] * len(texts) for texts in steps]
-        worth = sorted((row for row, (_, places) in enumerate(read) if places), key=lambda row: len(read[row][0]))
-        for first in range(0, len(worth), self.batch_size):
-            batch = worth[first : first + self.batch_size]
+        scorable = [row for row, (_, places) in enumerate(read) if places]
+        by_length = sorted(scorable, key=lambda row: len(read[row][0]))
+        for first in range(0, len(by_length), self.batch_size):
+            batch = by_length[first : first + self.batch_size]
             for row, good in zip(batch, self._good([read[row][0] for row in batch]), strict=True):
-                scores[row][: len(read[row][1])] = [good[place] for place in read[row][1]]
+                places = read[row][1]
+                scores[row][: len(places)] = [good[place] for place in places]
         asked = sum(map(len, steps))
         scored = sum(len(places) for _, places in read)
         if columns.get("log_metric") is not None and asked:

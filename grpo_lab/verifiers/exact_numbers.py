@@ -86,18 +86,22 @@ def compare_numbers(gold: str, answer: str) -> bool | None:
     if gold == answer:
         return True
     given = _value(answer)
-    if given is None:  # several numbers and none of them the gold: wrong, however a list is compared with a number
-        parts = answer.split(", ")
-        if len(answer) > _LONGEST or not 1 < len(parts) <= _MOST_PARTS or _JOINED_AGAIN.search(answer):
-            return None
-        if any((value := _value(part)) is None or not _far(wanted, value) for part in parts):
-            return None
-        return False
+    if given is None:
+        return False if _all_far(wanted, answer) else None
     if "." not in gold + answer:
         return wanted == given
     if _far(wanted, given):
         return False
     return None
+
+
+def _all_far(wanted: Fraction, answer: str) -> bool:
+    """Return whether an answer is a list of numbers that are all far from the one ``wanted``. Then it is wrong, however
+    a list is compared with a number."""
+    parts = answer.split(", ")
+    if len(answer) > _LONGEST or not 1 < len(parts) <= _MOST_PARTS or _JOINED_AGAIN.search(answer):
+        return False
+    return all((value := _value(part)) is not None and _far(wanted, value) for part in parts)
 
 
 def _far(a: Fraction, b: Fraction) -> bool:

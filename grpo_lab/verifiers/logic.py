@@ -179,13 +179,13 @@ class _Proof:
         depth = found[2].count("|")
         formula = read(found[3])
         opens = rule[1] == "assume"
-        base = depth - (rule[1] == "assume")
-        if depth > len(self.open) - (not opens) or base < 0:
+        still_open = depth - opens  # subproofs that were open before and are not closed by this line
+        if not 0 <= still_open < len(self.open):
             raise NotAProof("a | without an assumption")
-        while len(self.open) - 1 > base:
+        while len(self.open) - 1 > still_open:
             part = self.open.pop()
-            ends = part.first, max(part.lines)
-            self.open[-1].closed[ends] = part.lines[part.first], part.lines[ends[1]]
+            last = max(part.lines)
+            self.open[-1].closed[part.first, last] = part.lines[part.first], part.lines[last]
         if opens:
             self.open.append(_Part(number))
         if rule[1] == "premise":

@@ -308,19 +308,20 @@ class _Reader:
     def _part_of(self, name: str, end: int) -> bool:
         """Take a fraction word: `two thirds`, `a half`, `half (of) a million`. `3 quarters` is no fraction, as it may
         count coins, unless `of` follows."""
-        one = {"halves": "half"}.get(name, name.removesuffix("s"))
-        if one not in _PARTS or self.part:
+        singular = {"halves": "half"}.get(name, name.removesuffix("s"))
+        if singular not in _PARTS or self.part:
             return False
-        if self.current is None and name == "half" and not self.last:
-            self.current = Fraction(1)
-        elif (
-            self.current is None
-            or self.last not in ("figure", "one", "ten", "article")
-            or (self.current == 1) == (name != one)
-            or (self.figures and one == "quarter" and not re.match(r"\s+of\b", self.text[end : end + 8]))
-        ):
+        count = self.current
+        if count is None and name == "half" and not self.last:
+            count = Fraction(1)
+        elif count is None or self.last not in ("figure", "one", "ten", "article"):
             return False
-        self.current /= _PARTS[one]
+        else:
+            wrong_number = (count == 1) == (name != singular)  # `one thirds`, `two third`
+            of_follows = re.match(r"\s+of\b", self.text[end : end + 8])
+            if wrong_number or (self.figures and singular == "quarter" and not of_follows):
+                return False
+        self.current = count / _PARTS[singular]
         self.last = "half"
         self.part = True
         self.end = end

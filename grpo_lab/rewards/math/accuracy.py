@@ -58,9 +58,11 @@ def gold_answer(solution: Any) -> str | None:
     marked = extract_answer(text)
     if marked is not None and not marked.weak:
         return marked.labelled or marked.text
-    if len(text) <= _LONGEST_CHOICE and "\n" not in text and (choice := read_choice(text)) and choice.behind:
+    one_line = "\n" not in text
+    if len(text) <= _LONGEST_CHOICE and one_line and (choice := read_choice(text)) and choice.behind:
         return text
-    if (len(text) <= _SHORT and "\n" not in text and " " not in text) or is_expression(text.replace("$", "")):
+    short_word = len(text) <= _SHORT and one_line and " " not in text
+    if short_word or is_expression(text.replace("$", "")):
         return stated_expression(text) or text
     labelled = (text[:1].isupper() and text[1:2] in ".):") or (text[:1] == "(" and text[2:3] == ")")
     return stated_expression(text) or number_in_words(text) or (text if labelled else None)

@@ -260,14 +260,13 @@ def _answer_tags(text: str) -> list[Answer]:
         inner_start = text.rfind("<answer>", start, stop) + len("<answer>")
         content = text[inner_start:stop]
         inner = _untagged_markers(content)
-        final = None
         if inner:
             final = _final(inner, content)
-        stated = _read(content) if final is None else final.text
-        if final is None:
-            labelled = _labelled(content)
-        else:
+            stated = final.text
             labelled = final.labelled
+        else:
+            stated = _read(content)
+            labelled = _labelled(content)
         if stated:
             after = len(text) if end == -1 else end + len("</answer>")
             found.append(Answer(stated, "answer_tag", start, after, labelled=labelled))
