@@ -9,8 +9,8 @@ Every filter judges all rows. So the order of the filters only decides to which 
 first that refused it. The report also counts what each filter alone would have refused. `CurationReport.print` shows it
 on the terminal, and `evaluation/curation_page.py` as a page.
 
-`balance` keeps the same number of rows from every domain. Kimi k1.5 (section 2.1) and Qwen3 (section 4.2) balance
-subjects and difficulties without saying how. A limit per domain with a random choice inside it is ours.
+`balance` keeps at most the same number of rows from every domain. Kimi k1.5 (section 2.1) and Qwen3 (section 4.2)
+balance subjects and difficulties without saying how. A limit per domain with a random choice inside it is ours.
 """
 
 from __future__ import annotations

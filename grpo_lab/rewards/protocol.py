@@ -150,10 +150,13 @@ class GroupReward(ABC):
     """Base class of rewards of scope ``group``; a subclass implements ``score_group``.
 
     Args:
-        num_generations: G. Needed in stock TRL with more than one process; with one process it is inferred from the
-            prompts.
-        sources: completion rewards by name, to call if the run does not supply the values of a name in ``requires``.
-            Stock TRL never does: it shows no reward the values of another.
+        num_generations: the group size G. Needed in stock TRL with more than one process; with one process it is
+            inferred from the prompts.
+        sources: completion rewards by name. One is called if the run does not supply the values of that reward, which
+            stock TRL never does: it shows no reward the values of another.
+
+    Attributes:
+        requires: names of the completion rewards whose values ``score_group`` reads (``required``).
     """
 
     scope: ClassVar[Scope] = "group"
