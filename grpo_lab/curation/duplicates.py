@@ -101,7 +101,12 @@ class Duplicate(NamedTuple):
 
 
 class Deduplicated(NamedTuple):
-    """Result of `deduplicate`: `keep[i]` is True if row i is kept; `pairs` has one entry per dropped row."""
+    """Result of `deduplicate`.
+
+    Attributes:
+        keep: for each row whether it is kept.
+        pairs: one entry for each dropped row, in their order.
+    """
 
     keep: list[bool]
     pairs: list[Duplicate]
@@ -199,7 +204,7 @@ class Contamination:
 def contaminated(
     texts: Sequence[str], against: Sequence[str], *, ngram: int = NGRAM, similarity: float = KNOWN
 ) -> list[bool]:
-    """Return for each text whether the evaluation set `against` contains it; settings as in `find_contamination`."""
+    """Return for each text whether it repeats an item of the evaluation set `against` (`find_contamination`)."""
     return [found is not None for found in find_contamination(texts, against, ngram=ngram, similarity=similarity)]
 
 

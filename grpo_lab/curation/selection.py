@@ -34,7 +34,7 @@ class DroppedExample:
 
 @dataclass(frozen=True)
 class FilterOutcome:
-    """What one filter did.
+    """Outcome of one filter.
 
     Attributes:
         name: the filter's name.

@@ -55,7 +55,7 @@ _CALCULATION = re.compile(rf"(?:{_OPERATION})[^=\n]{{0,80}}=|=[^=\n]{{0,80}}?(?:
 
 @dataclass(frozen=True)
 class Equation:
-    """One link of a chain, both sides as they were written, and whether it holds."""
+    """An equation, or one link of a chain a = b = c: both sides as they were written, and whether it holds."""
 
     left: str
     right: str

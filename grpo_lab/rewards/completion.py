@@ -256,7 +256,8 @@ class _Blocks:
         self.opened = None
 
     def close_unclosed(self, opened: re.Match[str]) -> None:
-        """Close a block at a fence that ends a line of text, or else at its last line."""
+        """Close a block that has no closing fence in a line of its own: at a line of text that ends with the fence, or
+        else at the last line."""
         mark = opened[2]
         for place, line in enumerate(self.inside):
             bare = line.rstrip()

@@ -199,7 +199,7 @@ class LanguageShares(NamedTuple):
     shares: Mapping[str, float]
 
     def dominant(self) -> str | None:
-        """Return the language of more than half of the words; ``None`` if there is none, or none that we know."""
+        """Return the language of more than half of the words; None if no language has so many, or no known one."""
         best = max(self.shares, key=lambda language: self.shares[language], default=OTHER)
         if best != OTHER and self.shares[best] > 0.5:
             return best

@@ -159,7 +159,8 @@ class PreferenceReward:
         return None
 
     def earlier(self) -> list[Pair]:
-        """Read ``comparisons`` and return those whose prompts are not held out."""
+        """Read the file ``comparisons``, and return the comparisons in it whose prompts are not held out; an empty list
+        without a file."""
         found = []
         advice = f"a comparison has {', '.join(PAIR)} (setting: comparisons)"
         for _, row in read_json_lines(self.comparisons, _PAIR_FIELDS, advice) if self.comparisons else ():
@@ -168,8 +169,8 @@ class PreferenceReward:
 
 
 def holds_out(prompt: Any, share: float) -> bool:
-    """Return whether this prompt's comparisons are held out from learning. The prompt's hash decides, so the answer
-    is the same in every run and stage."""
+    """Return whether a prompt is among the ``share`` of prompts whose comparisons are held out from learning. The
+    prompt's hash decides, so the answer is the same in every run and stage."""
     digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:4], "big") < share * 2**32
 

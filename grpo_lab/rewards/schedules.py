@@ -60,13 +60,13 @@ class Schedule:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the weight is the same at every step, so that no training progress is needed."""
+        """True if the weight is the same at every step, so that no training progress is needed."""
         return False
 
 
 @settings()
 class Constant(Schedule):
-    """The same weight at every step."""
+    """Weight that is the same at every step."""
 
     kind: ClassVar[str] = "constant"
     is_constant: ClassVar[bool] = True
@@ -131,7 +131,7 @@ class Linear(Schedule):
 
 @settings()
 class Cosine(Linear):
-    """As ``Linear``, with half a cosine in the place of the straight line."""
+    """Weight as by ``Linear``, with half a cosine in the place of the straight line."""
 
     kind: ClassVar[str] = "cosine"
 

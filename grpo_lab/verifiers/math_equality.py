@@ -48,7 +48,7 @@ _COMPARED = {same: MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "ex
 
 
 class GoldKind(Enum):
-    """How a gold answer is compared; see `kind_of_gold`."""
+    """Kind of a gold answer, which decides how it is compared; see `kind_of_gold`."""
 
     NUMBER = "number"
     TEXT = "text"

@@ -97,7 +97,12 @@ class Judgement:
 
 @dataclass(frozen=True)
 class GoldReport:
-    """Report of `check_golds`: `unusable` holds (row, solution, reason) of every gold that does not equal itself."""
+    """Report of `check_golds`.
+
+    Attributes:
+        total: number of golds.
+        unusable: (row, solution, reason) of each gold that does not equal itself.
+    """
 
     total: int
     unusable: list[tuple[int, Any, str]]

@@ -108,8 +108,8 @@ def asked_unit(question: str) -> Fraction | None:
 
 
 def whole_number(text: str, start: int, end: int) -> int:
-    """Return the index where the number `text[start:end]` ends, together with all that belongs to it (`12 million`);
-    `end` if nothing does."""
+    """Return the index behind all that belongs to the number `text[start:end]`, as `million` does in `12 million`;
+    `end` if nothing belongs to it."""
     read = read_quantity(text, start)
     if read is not None and not read.plain:
         end = max(end, read.end)

@@ -115,7 +115,7 @@ def closed_boxes(text: str) -> list[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer in a completion.
+    """Answer that a completion gives, and its place.
 
     Attributes:
         text: the answer without its marker.
