@@ -1,4 +1,18 @@
-"""Objectives: how advantages become a loss. Pure torch; tensors ``[B, T]``, log-probs in nats, lengths in tokens."""
+"""Objectives: how advantages become a loss. Pure torch; tensors ``[B, T]``, log-probs in nats, lengths in tokens.
+
+An ``Objective`` is put together from parts, in this order:
+
+    ratios         log of the importance ratio, per token or per completion
+    surrogates     loss per token from ratio, advantage and log-prob: ``clipped``, ``unclipped``, ``trust_region`` …
+    gates          weights that leave completions or tokens out of that loss
+    corrections    weights for completions that another policy has sampled
+    kl             β times an estimate of the KL to the reference, added per token (or charged to the reward)
+    aggregation    average over tokens and completions: a scalar
+    entropy        bonus, subtracted from the scalar
+
+``presets`` lists the combinations that papers use. ``mixed`` gives each task of a run an objective of its own.
+``value_loss`` is the loss of a critic. ``literal`` holds what the start-up proof of the loss reads.
+"""
 
 from __future__ import annotations
 

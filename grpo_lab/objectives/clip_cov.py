@@ -17,10 +17,10 @@ from grpo_lab.objectives.objective import Gather
 
 @dataclass(frozen=True)
 class ClipCov:
-    """loss_t = 0 for the chosen tokens, else PPO's clipped loss.
+    """PPO's clipped loss, in which a few randomly chosen tokens have loss and gradient 0.
 
-    Chosen are max(1, ⌊share · tokens⌋), drawn from the tokens with a covariance between ``cov_low`` and ``cov_high``
-    that the clip does not hold.
+    The chosen tokens are max(1, ⌊share · tokens⌋) of those whose covariance (``covariance``) lies between ``cov_low``
+    and ``cov_high`` and that PPO's clip does not hold anyway. If there are fewer, all of them are chosen.
 
     Source: Clip-Cov (arXiv 2505.22617, eq. 11–12, with the constants of its code). The paper's equation has no clip;
     its code has PPO's, and so do we.
@@ -28,9 +28,9 @@ class ClipCov:
     Args:
         epsilon: clip width downwards, a fraction.
         epsilon_high: clip width upwards; ``None`` means equal to ``epsilon``.
-        share: of all tokens, which are drawn.
-        cov_low: covariance above which a token may be drawn, nats times the unit of the advantage.
-        cov_high: covariance below which it may be.
+        share: number of chosen tokens, as a fraction of all loss tokens.
+        cov_low: covariance above which a token may be chosen, nats times the unit of the advantage.
+        cov_high: covariance below which a token may be chosen.
     """
 
     epsilon: float = Clipped.epsilon
@@ -53,7 +53,7 @@ class ClipCov:
         return Clipped(self.epsilon, self.epsilon_high)
 
     def select(self, batch: TokenBatch, gather: Gather) -> Tensor:
-        """Return bool ``[B, T]``, the tokens of this micro-batch that get no gradient."""
+        """Return bool ``[B, T]``: the tokens of this micro-batch that get no gradient."""
         covariances, tokens = covariance(batch, gather)
         within = (covariances > self.cov_low) & (covariances < self.cov_high)
         held = self.clip.diagnostics(batch)["clip_ratio/region_mean"]
@@ -64,7 +64,7 @@ class ClipCov:
         return self.clip(batch).masked_fill(batch.chosen[self.selection], 0.0)
 
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return for the log what PPO's clip cuts off."""
+        """Return for the log which tokens PPO's clip cuts off; the chosen ones are not counted."""
         return self.clip.diagnostics(batch)
 
     def literal(self, row: LiteralRow, t: int) -> float:

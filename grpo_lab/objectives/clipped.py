@@ -14,16 +14,17 @@ from grpo_lab.objectives.literal import LiteralRow
 
 @dataclass(frozen=True)
 class Clipped:
-    """loss_t = −min(ρ·Â, clip(ρ, 1 − ε_low, 1 + ε_high)·Â), with ρ ≤ δ in the first term when ``delta`` is given.
+    """PPO's clipped loss: loss_t = −min(ρ·Â, clip(ρ, 1 − ε_low, 1 + ε_high)·Â). With ``delta``, ρ of the first term is
+    at most δ.
 
-    GRPO is the case ε_low = ε_high; DAPO's clip-higher (arXiv 2503.14476, §3.1) is 0.2 / 0.28; δ bounds the loss of a
-    negative advantage (INTELLECT-2, arXiv 2505.07291, as TRL has it). With a sequence-level ratio: GSPO (arXiv
-    2507.18071).
+    Source: PPO (arXiv 1707.06347, eq. 7). GRPO has ε_low = ε_high; DAPO's clip-higher (arXiv 2503.14476, §3.1) has 0.2
+    and 0.28; δ bounds the loss of a negative advantage (INTELLECT-2, arXiv 2505.07291, as TRL has it). With a
+    sequence-level ratio this is GSPO (arXiv 2507.18071).
 
     Args:
         epsilon: clip width downwards (ε_low), a fraction.
         epsilon_high: clip width upwards (ε_high); ``None`` means equal to ``epsilon``.
-        delta: upper bound of ρ; above 1 + ε_high, where the clip ends.
+        delta: upper bound of ρ in the first term; above 1 + ε_high, where the clip ends. ``None`` for no bound.
     """
 
     epsilon: float = 0.2
@@ -55,10 +56,10 @@ class Clipped:
         return -torch.min(bounded * batch.advantages, clipped * batch.advantages)
 
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return for the log which tokens (rows, for a sequence ratio) lost their gradient to the clip: bool ``[B, T]``
+        """Return for the log which tokens (for a sequence ratio: rows) lost their gradient to the clip, bool ``[B, T]``
         or ``[B, 1]``.
 
-        The first three are TRL's, which count nothing of what δ cuts off.
+        The first three metrics are TRL's. They do not count what δ cuts off; ``clip_ratio/delta_mean`` does.
         """
         ratio = batch.ratio
         low = (ratio < 1 - self.epsilon) & (batch.advantages < 0)

@@ -1,12 +1,14 @@
 """The choice of Clip-Cov and KL-Cov: the few tokens whose log-prob and advantage go most together, which are what makes
 entropy fall.
 
-Both choose among the tokens of the whole micro-batch, over all ranks (``objectives.Selecting``), by their part of the
-covariance, (Â_t − mean Â) · (log π_t − mean log π).
+Both objectives choose among the tokens of the whole micro-batch, over all ranks (``objectives.Selecting``). They
+compare each token's contribution to the covariance, (Â_t − mean Â) · (log π_t − mean log π). ``covariance`` computes
+it, ``draw`` gives each token its place in a random order, and ``first`` takes the highest scores, with equal ones in
+that order.
 
-Source: arXiv 2505.22617, section 4.2, and the authors' code. There a micro-batch is one rank's. Their code draws
-Clip-Cov's tokens with ``torch.randperm``; here a token's number in the draw is a hash of its completion's tokens, its
-place in it and its advantage. So no random state moves, and a choice does not depend on how rows are cut into bins.
+Source: arXiv 2505.22617, section 4.2, and the authors' code, in which a micro-batch is one rank's and Clip-Cov's tokens
+are drawn with ``torch.randperm``. Here a token's place in the random order is a hash of its completion's tokens, its
+position and its advantage. So no random state moves, and a choice does not depend on how rows are cut into bins.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from grpo_lab.objectives.objective import Gather
 
 
 def covariance(batch: TokenBatch, gather: Gather) -> tuple[Tensor, int]:
-    """Return each token's part of the covariance, ``[B, T]``, and the number of tokens over all ranks."""
+    """Return each token's contribution to the covariance of advantage and log-prob, ``[B, T]``, and the number of loss
+    tokens over all ranks."""
     logps = batch.logps.detach()
     advantages = batch.advantages.expand(batch.mask.shape)
     all_logps = gather(logps[batch.mask])
@@ -29,8 +32,12 @@ def covariance(batch: TokenBatch, gather: Gather) -> tuple[Tensor, int]:
 
 
 def draw(batch: TokenBatch) -> Tensor:
-    """Return a number for each token, long ``[B, T]``: its place in a draw. Tokens of equal completions with equal
-    advantages share theirs. Where the batch holds no token ids (a toy), they count as 0."""
+    """Return each token's place in a random order, long ``[B, T]``: a hash of the completion's tokens, the position and
+    the advantage.
+
+    Tokens at one position of equal completions with equal advantages share a place. Where the batch holds no token ids
+    (a toy batch), the ids count as 0.
+    """
     ids = batch.token_ids
     if ids is None:
         ids = torch.zeros_like(batch.mask, dtype=torch.long)
@@ -45,8 +52,16 @@ def draw(batch: TokenBatch) -> Tensor:
 
 
 def first(score: Tensor, eligible: Tensor, count: int, places: Tensor, gather: Gather) -> Tensor:
-    """Return the ``count`` eligible tokens of highest score over all ranks, bool ``[B, T]``; of equal scores those that
-    the draw has first. Tokens that are equal in both are chosen together."""
+    """Return bool ``[B, T]``: the ``count`` eligible tokens of highest score over all ranks.
+
+    Args:
+        score: ``[B, T]``.
+        eligible: bool ``[B, T]``, the tokens to choose from. All of them are chosen if they are no more than ``count``.
+        count: how many tokens to choose.
+        places: long ``[B, T]``, the order among equal scores (``draw``). Tokens that are equal in both are chosen
+            together.
+        gather: returns values of all ranks.
+    """
     scores = gather(score[eligible])
     drawn = gather(places[eligible])
     if scores.numel() <= count:
@@ -58,5 +73,6 @@ def first(score: Tensor, eligible: Tensor, count: int, places: Tensor, gather: G
 
 
 def check_share(share: float) -> None:
+    """Raise ValueError unless ``share`` is above 0 and at most 1."""
     if not 0 < share <= 1:
         raise ValueError(f"`objective.share` is {share}; it must be a fraction of the tokens, above 0 and up to 1")

@@ -1,5 +1,5 @@
-"""Gates: weights of the surrogate's loss that leave completions or tokens out of the policy gradient, and only there. A
-KL term and the sampler correction act on all tokens, as in TRL."""
+"""Gates: weights of the surrogate's loss that leave completions or tokens out of the policy gradient, and only there.
+The KL term still acts on all tokens, as in TRL."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from grpo_lab.objectives.literal import LiteralRow
 
 @dataclass(frozen=True)
 class OffPolicyMask:
-    """gate = 1 if Â ≥ 0 or 1/|y| Σ_t (log μ(y_t) − log π(y_t)) ≤ δ, else 0; ``[B, 1]``.
+    """Leave out a completion that went badly and that the policy would hardly write any more:
 
-    Leaves out a completion that went badly and that the policy would hardly write any more. μ sampled it: the engine's
-    log-probs, else the proximal ones. A token that the engine reported none for is no evidence (0).
+        gate = 1 if Â ≥ 0 or 1/|y| Σ_t (log μ(y_t) − log π(y_t)) ≤ δ, else 0
+
+    μ is the policy that sampled the completion: its log-probs are the engine's, or the proximal ones without an engine.
+    A token for which the engine reported none counts as 0. The gate is ``[B, 1]``, or ``[B, T]`` where advantages are
+    per token.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556, §3.1, "off-policy sequence masking"), by TRL 1.16's
     ``get_off_policy_mask``. The authors' δ is undisclosed. As in TRL, a completion of exactly δ stays.
@@ -45,13 +48,15 @@ class OffPolicyMask:
 
 @dataclass(frozen=True)
 class TopEntropy:
-    """gate = 1 for the tokens at which the policy's entropy is at or above the (1 − ρ)-quantile, else 0; ``[B, T]``.
+    """Train only on the tokens at which the policy is least certain: gate ``[B, T]`` = 1 where its entropy is at or
+    above the (1 − ρ)-quantile, else 0.
 
-    The quantile is of the loss tokens of one micro-batch over all ranks, as in TRL 1.16 (``get_high_entropy_mask``): a
-    part that selects. An entropy bonus acts on the chosen tokens alone. Aggregations divide by all tokens.
+    The quantile is of the loss tokens of one micro-batch over all ranks, as in TRL 1.16 (``get_high_entropy_mask``), so
+    this part selects (``Selecting``). An entropy bonus acts on the chosen tokens alone. Aggregations divide by all
+    tokens.
 
-    Source: "Beyond the 80/20 rule" (arXiv 2506.01939 v2, eq. 6); the authors take ρ = 0.2 and write of a
-    "(micro-)batch". Their sum is divided by the number of chosen tokens.
+    Source: "Beyond the 80/20 rule" (arXiv 2506.01939 v2, eq. 6). The authors take ρ = 0.2, write of a "(micro-)batch",
+    and divide their sum by the number of chosen tokens.
 
     Args:
         quantile: ρ, the share of tokens that train, 0 to 1; TRL's ``top_entropy_quantile``.
@@ -66,6 +71,7 @@ class TopEntropy:
             raise ValueError(f"`top_entropy_quantile` is {self.quantile}; it must be a number from 0 to 1")
 
     def select(self, batch: TokenBatch, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return bool ``[B, T]``: the loss tokens of this rank whose entropy reaches the quantile over all ranks."""
         assert batch.entropies is not None  # the policy's head makes them
         entropies = batch.entropies.detach()
         of_all = gather(entropies[batch.mask].float())
@@ -83,7 +89,7 @@ class TopEntropy:
 
 
 def kept_tokens(batch: TokenBatch) -> Tensor:
-    """Return bool ``[B, T]``: the loss tokens that ``TopEntropy`` left; without it all."""
+    """Return bool ``[B, T]``: the loss tokens that ``TopEntropy`` has chosen; in a run without it all loss tokens."""
     chosen = batch.chosen.get(TopEntropy.selection)
     if chosen is None:
         return batch.mask

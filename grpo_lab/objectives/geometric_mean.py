@@ -15,19 +15,20 @@ from grpo_lab.objectives.literal import LiteralRow
 
 @dataclass(frozen=True)
 class GeometricMean:
-    """loss_t = −Â · exp(1/|y| Σ_s c_s), c_s = min or max(log ρ_s, clip(log ρ_s, −c_low, c_high)), for Â > 0 and Â < 0:
-    one loss for the whole response.
+    """GMPO's loss, one value for the whole response: loss_t = −Â · exp(1/|y| Σ_s c_s), from the geometric mean of
+    clipped token ratios.
 
-    GSPO's ratio with a clip that acts on tokens: a single odd token cannot move the mean by more than its clip, and the
-    others keep their gradient. The clip is wide: (e⁻⁰·⁴, e⁰·⁴).
+    c_s is the log-ratio of token s, clipped on one side: min(log ρ_s, clip_high) where Â > 0, else max(log ρ_s,
+    −clip_low). Without the clip this would be GSPO's ratio. A single odd token cannot move the mean by more than its
+    clip, and the other tokens keep their gradient. The authors' clip is wide: (e⁻⁰·⁴, e⁰·⁴).
 
-    Source: GMPO (arXiv 2507.20673, eq. 4 and algorithm 1). It makes the ratio of the response itself from log π and log
-    π_old of its tokens, so the level of ``batch.log_ratio`` has no effect, and a sampler weight must be of the whole
-    response. With an advantage per token each keeps its own sign and clip, which the paper leaves open.
+    Source: GMPO (arXiv 2507.20673, eq. 4 and algorithm 1). The ratio is made here, from log π and log π_old of the
+    tokens, so the level of ``batch.log_ratio`` has no effect. A sampler weight must be of the whole response. Where
+    tokens have advantages of their own, each keeps its own sign and clip; the paper leaves that open.
 
     Args:
         clip_low: nats by which log ρ of a token may fall (Â < 0).
-        clip_high: nats by which it may rise (Â > 0).
+        clip_high: nats by which log ρ of a token may rise (Â > 0).
     """
 
     clip_low: float = 0.4
@@ -43,7 +44,7 @@ class GeometricMean:
                 raise ValueError(f"`objective.{name}` is {getattr(self, name)}; it must be a finite number of nats ≥ 0")
 
     def _clipped(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return log ρ of the tokens, and as it counts, ``[B, T]``; 0 where masked."""
+        """Return log ρ of each token before and after the clip, ``[B, T]`` each; 0 where masked."""
         moved = safe(batch.logps - batch.proximal_logps, batch.mask)
         held = moved.clamp(-self.clip_low, self.clip_high)
         return moved, torch.where(batch.advantages > 0, torch.min(moved, held), torch.max(moved, held))

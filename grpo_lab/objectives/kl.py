@@ -12,11 +12,7 @@ from grpo_lab.objectives.adaptive_kl import AdaptiveKL
 from grpo_lab.objectives.kl_estimators import ESTIMATES, weighted_k3
 
 PLACEMENTS: tuple[str, ...] = ("loss", "reward")
-
-
 PER: tuple[str, ...] = ("sequence", "token")
-
-
 ESTIMATORS = tuple(ESTIMATES)
 
 
@@ -27,15 +23,15 @@ class KLTerm:
     Args:
         coefficient: β ≥ 0; with ``control`` the first β.
         estimator: ``k1``, ``k2`` or ``k3``; in the reward also ``k1_clamped``.
-        placement: ``"loss"`` adds β·k per token to the loss; ``"reward"`` subtracts it from the reward, without
+        placement: ``"loss"`` adds β·k of each token to its loss; ``"reward"`` subtracts it from the reward, without
             gradient.
-        ratio_weighted: in the loss only: multiply by the importance ratio, not detached (TRL's
+        ratio_weighted: in the loss only: multiply k by the importance ratio, not detached (TRL's
             ``use_bias_correction_kl``; DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
         per: in the reward only. ``"sequence"``: β·Σ_t k is subtracted from the completion's reward, before the
             advantage is taken. ``"token"``: −β·Σ_{s ≥ t} γ^{s−t} k_s is added to the advantage of token t, after the
-            rule (``advantages.reward_to_go``).
-        gamma: discount of ``per="token"``, in [0, 1].
-        control: in the reward only: steers β to a target KL.
+            advantage rule (``advantages.reward_to_go``); s and t count the tokens that the policy wrote.
+        gamma: discount γ of ``per="token"``, in [0, 1].
+        control: in the reward only: moves β so that the KL follows a target; ``None`` keeps β.
     """
 
     coefficient: float
@@ -70,8 +66,8 @@ class KLTerm:
             )
 
     def in_loss(self, batch: TokenBatch) -> Tensor:
-        """Return the per-token estimate ``[B, T]`` in nats, with its gradient. The caller multiplies it by
-        ``coefficient``."""
+        """Return the estimate of each token ``[B, T]`` in nats, with its gradient. The caller multiplies it by
+        ``coefficient``. Raises ValueError if the batch has no reference log-probs."""
         log_policy, log_reference = self._log_probs(batch.logps, batch.ref_logps, batch.mask)
         if self.ratio_weighted and self.estimator == "k3":
             return weighted_k3(batch.log_ratio, log_policy, log_reference)
@@ -81,12 +77,12 @@ class KLTerm:
         return estimate
 
     def in_reward(self, old_logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
-        """Return Σ_t of the estimate over each completion, ``[B]`` in nats, without gradient. The caller multiplies it
-        by ``coefficient``."""
+        """Return the sum of the estimate over each completion's tokens, ``[B]`` in nats, without gradient. The caller
+        multiplies it by ``coefficient``."""
         return masked_sum(self.of_tokens(old_logps, ref_logps, mask), mask, dim=-1)
 
     def of_tokens(self, old_logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
-        """Return the estimate at each token, ``[B, T]`` in nats, 0 where ``mask`` is False, without gradient."""
+        """Return the estimate of each token, ``[B, T]`` in nats, without gradient; 0 where ``mask`` is False."""
         log_policy, log_reference = self._log_probs(old_logps.detach(), ref_logps, mask)
         return safe(ESTIMATES[self.estimator](log_policy, log_reference), mask)
 

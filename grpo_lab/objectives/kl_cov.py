@@ -16,10 +16,12 @@ from grpo_lab.objectives.objective import Gather
 
 @dataclass(frozen=True)
 class KLCov:
-    """loss_t = −ρ_t · Â + coefficient · |log π(y_t) − log π_old(y_t)| · [t is chosen].
+    """The plain importance-weighted loss, plus a penalty on a few chosen tokens that pulls them back to the old policy:
 
-    Chosen are the max(1, ⌊share · tokens⌋) tokens of highest covariance. Until the policy has moved the second term is
-    0, and so is its gradient.
+        loss_t = −ρ_t · Â + coefficient · |log π(y_t) − log π_old(y_t)| · [t is chosen]
+
+    The chosen tokens are the max(1, ⌊share · tokens⌋) of highest covariance (``covariance``). Until the policy has
+    moved, the penalty and its gradient are 0.
 
     Source: KL-Cov (arXiv 2505.22617, eq. 13–14, with the constants of its code: a share of 2·10⁻³ for 7B and 2·10⁻⁴ for
     32B, coefficient 1). No clip, as there. The second term of eq. 14 is KL(π_old‖π); its Listing 1 and its code have
@@ -28,15 +30,15 @@ class KLCov:
     A chosen token may have Â = 0 (where the mean advantage is not 0), so no row may be left out.
 
     Args:
-        share: of all tokens, which are chosen.
-        coefficient: ≥ 0, per nat.
+        share: number of chosen tokens, as a fraction of all loss tokens.
+        coefficient: weight of the penalty per nat, ≥ 0.
     """
 
     share: float = 2e-3
     coefficient: float = 1.0
 
     selection: ClassVar[str] = "kl_cov"
-    #: |log π − log π_old| is 0 until the policy has moved
+    #: the penalty is 0 until the policy has moved
     idle_on_policy: ClassVar[tuple[str, ...]] = ("share", "coefficient")
 
     def __post_init__(self) -> None:
@@ -45,7 +47,7 @@ class KLCov:
             raise ValueError(f"`objective.coefficient` is {self.coefficient}; it must be a finite number ≥ 0")
 
     def select(self, batch: TokenBatch, gather: Gather) -> Tensor:
-        """Return bool ``[B, T]``, the tokens of this micro-batch that are pulled back."""
+        """Return bool ``[B, T]``: the tokens of this micro-batch that are pulled back."""
         covariances, tokens = covariance(batch, gather)
         count = max(1, int(self.share * tokens))
         return first(covariances, batch.mask, count, draw(batch), gather)

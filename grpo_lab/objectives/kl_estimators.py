@@ -29,32 +29,33 @@ from torch import Tensor
 from grpo_lab.batch import safe
 
 MAX_LOG_RATIO = 80.0
-"""Largest log-ratio, in nats, of which eˣ is taken by itself: float32 ends at e⁸⁸."""
+"""Largest x, in nats, for which eˣ is computed by itself: float32 ends at e⁸⁸."""
 
 
 def k1(log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """−x = log π − log π_ref, nats per token."""
+    """Return k1 = −x = log π − log π_ref, nats per token."""
     return log_policy - log_reference
 
 
 def k2(log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """x²/2, nats per token."""
+    """Return k2 = x²/2, nats per token."""
     return 0.5 * (log_reference - log_policy).square()
 
 
 def k3(log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """eˣ − x − 1, nats per token; ≥ 0."""
+    """Return k3 = eˣ − x − 1, nats per token; never negative."""
     x = log_reference - log_policy
     return x.exp() - x - 1
 
 
 def k1_clamped(log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """max(−x, 0), nats per token; ≥ 0."""
+    """Return max(k1, 0) = max(−x, 0), nats per token."""
     return k1(log_policy, log_reference).clamp(min=0)
 
 
 def weighted_k3(log_ratio: Tensor, log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """Compute ρ·k3. Where eˣ alone would overflow, use e^(log ρ + x) − ρ·(x + 1), which need not overflow."""
+    """Return ρ·k3, with a gradient through ρ. Where eˣ alone would overflow, it is computed as e^(log ρ + x) − ρ·(x +
+    1), since ρ may be small enough to make up for it."""
     x = log_reference - log_policy
     ratio = log_ratio.exp()
     far = x > MAX_LOG_RATIO

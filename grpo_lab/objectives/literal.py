@@ -1,8 +1,9 @@
 """What a formula over single floats reads: one completion as plain numbers.
 
-At start-up the loss in force is compared with such a formula. A surrogate brings its own as a method ``literal(row, t)
--> float``, an aggregation class as ``literal(rows, denominators) -> float``. Each counts only for the very class that
-defines it (a subclass may change the tensors). Without one nothing is compared.
+At start-up the loss in force is compared with such a formula (``trainer.exactness.loss_proof``). A surrogate brings its
+formula as a method ``literal(row, t) -> float``, an aggregation class as ``literal(rows, denominators) -> float``. A
+formula counts only for the very class that defines it, since a subclass may change the tensor code. A part without a
+formula is not compared.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from grpo_lab.batch import earlier_name
 @earlier_name("old_logps", "proximal_logps")
 @dataclass(frozen=True)
 class LiteralRow:
-    """One completion as plain floats: its tokens that carry loss, in order.
+    """One completion as plain floats. Each list has one entry per token that carries loss, in order.
 
     Args:
-        logps: log-probs in nats, one a token.
+        logps: log-probs of the policy in training, nats.
         proximal_logps: log-probs of the policy at the start of the batch's updates, the ratio's denominator.
-        log_ratios: log of the importance ratio at the objective's level, one a token.
-        advantage: the completion's.
+        log_ratios: log of the importance ratio at the objective's level.
+        advantage: advantage of the completion.
         sampler_logps: log-probs with which the tokens were sampled.
-        chosen: part → which tokens it chose (``objectives.Selecting``).
+        chosen: name of a selection → for each token whether it was chosen (``objectives.Selecting``).
     """
 
     logps: list[float]

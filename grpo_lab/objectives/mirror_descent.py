@@ -14,20 +14,21 @@ from grpo_lab.objectives.literal import LiteralRow
 
 @dataclass(frozen=True)
 class MirrorDescent:
-    """loss_t = −Â · log π(y_t) + (τ/2) · R · (log π(y_t) − log π_i(y_t)),  R = Σ_s (log π(y_s) − log π_i(y_s)).
+    """Kimi k1.5's loss: REINFORCE, plus a penalty on the square of the whole response's log-ratio R.
 
-    Summed over the tokens of a response y this is −Â·log π(y) + (τ/2)·(log π(y) − log π_i(y))², with gradient −Â·∇log
-    π(y) + (τ/2)·∇(log π(y)/π_i(y))². Â = r − r̄ within the group (r̄ stands for τ·log Z), no standard deviation, no
-    clipping. π_i (``proximal_logps``) is the policy before the first update on the responses: the reference becomes the
-    current policy with every generation batch. If an older policy sampled them, the sampler correction accounts for
-    that.
+        loss_t = −Â · log π(y_t) + (τ/2) · R · (log π(y_t) − log π_i(y_t)),    R = Σ_s (log π(y_s) − log π_i(y_s))
+
+    Summed over the tokens of a response y this is −Â·log π(y) + (τ/2)·R², with gradient −Â·∇log π(y) + (τ/2)·∇R². Â = r
+    − r̄ within the group (r̄ stands for τ·log Z): no standard deviation, no clipping. π_i (``proximal_logps``) is the
+    policy before the first update on the responses, so the reference becomes the current policy with every generation
+    batch. If an older policy sampled them, the sampler correction accounts for that.
 
     Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2, eq. 3). The paper leaves three things open. Our choices: τ =
     0.1; the mean over the responses of the step (``sequence_sum``); a sampler correction of the whole response
     multiplies both terms.
 
-    τ · R acts on responses whose advantage is 0, too, so no row may be left out of the update. With a single update per
-    generation batch R = 0: then this is −Â·log π(y), whatever τ.
+    The penalty also acts on responses whose advantage is 0, so no row may be left out of the update. With a single
+    update per generation batch R = 0, and the loss is −Â·log π(y), whatever τ.
 
     Args:
         tau: τ ≥ 0, per nat.

@@ -2,12 +2,12 @@
 
     loss = Σ_k λ_k · aggregate_k( rows of task k )
 
-By default every task divides by the counts of *all* rows, so the tasks of a step have the say that their rows have: two
-tasks with one objective give the gradient of a single data set of all their rows. With ``own_denominators`` a task
-divides by its own rows and tokens. Its average then counts λ_k, however many rows it has.
+By default every task divides by the counts of *all* rows, so a task weighs as much as its share of the rows: two tasks
+with one objective give the gradient of a single data set of all their rows. With ``own_denominators`` a task divides by
+its own rows and tokens. It then weighs λ_k, however many rows it has.
 
 Each task's objective sees the whole batch with the tokens of all other tasks masked. No row is moved and nothing is
-read from the device, and a row's loss depends on that row alone if it does in the task's objective.
+read from the device. A row's loss depends on that row alone if it does so in its task's objective.
 
 Source: ours. prime-rl (docs/algorithms.md, "Per-Env Algorithms") mixes algorithms by environment: each kind of loss
 (``rl``, ``ce``, ``ref_kl``) is divided by its own tokens over all environments. verl has one algorithm, divides by all
@@ -28,8 +28,8 @@ from grpo_lab.objectives.objective import Objective
 from grpo_lab.objectives.ratios import log_ratio
 
 TASK_ROWS, TASK_TOKENS = "grpo_lab.task_rows", "grpo_lab.task_tokens"
-"""Fields of the rows, float ``[B]``: the share of its task in the rows, and in the loss tokens, of the generation batch
-over all ranks. Only where a task has denominators of its own."""
+"""Names of two fields of the rows, float ``[B]``: the share of the row's task in the rows, and in the loss tokens, of
+the generation batch over all ranks. The rows have them only if a task has denominators of its own."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class TaskObjective(Objective):
 
     Args:
         task: number of the task.
-        loss_weight: λ, what the task's loss is multiplied by.
-        own_denominators: divide by the task's own rows and tokens, and not by those of all tasks.
+        loss_weight: λ, by which the task's loss is multiplied.
+        own_denominators: divide by the task's own rows and tokens, not by those of all tasks.
     """
 
     task: int = 0
@@ -48,7 +48,8 @@ class TaskObjective(Objective):
 
     @staticmethod
     def of(objective: Objective, name: str, **more: Any) -> TaskObjective:
-        """Return ``objective`` as that of the task ``name``."""
+        """Return ``objective`` as the objective of the task called ``name``; ``more`` are further fields of the
+        result."""
         parts = {field.name: getattr(objective, field.name) for field in fields(Objective)}
         return TaskObjective(**{**parts, "name": f"{objective.name} of task {name}"}, **more)
 
@@ -57,7 +58,7 @@ class TaskObjective(Objective):
         return {TASK: self.task}
 
     def rows(self, batch: TokenBatch) -> Tensor:
-        """Return bool ``[B, 1]``: whether a row is of this task. Raises ValueError if the rows do not say."""
+        """Return bool ``[B, 1]``: which rows are of this task. Raises ValueError if the rows carry no task."""
         if TASK not in batch.extras:
             raise ValueError(f"the rows of a mixture carry no task ({TASK!r}): the data set needs a column `task`")
         return batch.extras[TASK].reshape(-1, 1) == self.task
@@ -69,8 +70,9 @@ class TaskObjective(Objective):
         return replace(batch, mask=mask, log_ratio=ratio)
 
     def own_counts(self, batch: TokenBatch, denominators: Denominators) -> Denominators:
-        """Return the denominators of this task; 0-dim tensors where they are its own. One in a batch without a row of
-        it, which has no loss."""
+        """Return the denominators that this task divides by: with ``own_denominators`` those of all rows times the
+        task's shares (0-dim tensors), else ``denominators`` itself. In a batch without a row of the task a share counts
+        as 1; the loss there is 0."""
         if not self.own_denominators:
             return denominators
         mine = self.rows(batch).reshape(-1)
@@ -86,7 +88,7 @@ class TaskObjective(Objective):
 
 
 class _OfEachTask:
-    """Stands for a part that a mixture has once a task."""
+    """Stand-in for the surrogate and aggregation of a mixture, which has one per task. Calling it raises TypeError."""
 
     __name__ = "by task"
 
@@ -99,7 +101,14 @@ _BY_TASK: Any = _OfEachTask()
 
 @dataclass(frozen=True)
 class MixedObjective(Objective):
-    """The objectives of a mixture, one a task. The KL term and the entropy bonus are the same in all of them."""
+    """The objectives of a mixture, one per task. All of them share one KL term and one entropy bonus.
+
+    Args:
+        tasks: the objectives of the tasks.
+
+    Raises:
+        ValueError: several tasks have parts that choose tokens under one name.
+    """
 
     tasks: tuple[TaskObjective, ...] = ()
 
@@ -113,6 +122,7 @@ class MixedObjective(Objective):
 
     @staticmethod
     def of(tasks: Iterable[TaskObjective]) -> MixedObjective:
+        """Return the mixture of these tasks. The KL term and the entropy bonus are taken from the first."""
         first, *others = tasks = tuple(tasks)
         return MixedObjective("mixture", _BY_TASK, _BY_TASK, kl=first.kl, entropy=first.entropy, tasks=(first, *others))
 
@@ -142,7 +152,7 @@ class MixedObjective(Objective):
         return torch.stack(self.by_task(loss, batch, denominators)).sum()
 
     def by_task(self, loss: Tensor, batch: TokenBatch, denominators: Denominators) -> list[Tensor]:
-        """Return what each task adds to the scalar loss, for losses per token ``[B, T]``."""
+        """Return what each task adds to the scalar loss, from the loss per token ``[B, T]``."""
         found = []
         for task in self.tasks:
             counts = task.own_counts(batch, denominators)
@@ -151,7 +161,8 @@ class MixedObjective(Objective):
 
     @torch.no_grad()
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return what the tasks' surrogates report. A name that one task lacks is 0 on its rows."""
+        """Return metric name → values, ``[B, T]`` or ``[B, 1]``, of all tasks' surrogates. A metric that a task does
+        not report is 0 on its rows."""
         found: dict[str, Tensor] = {}
         for task in self.tasks:
             rows = task.rows(batch)

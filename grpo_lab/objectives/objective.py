@@ -17,49 +17,70 @@ from grpo_lab.objectives.kl import KLTerm
 from grpo_lab.objectives.ratios import MAX_LOG_PRODUCT
 
 Surrogate = Callable[[TokenBatch], Tensor]
-"""``surrogate(batch) -> per-token loss`` ``[B, T]`` (or ``[B, 1]``, spread over the row). May offer
-``diagnostics(batch) -> dict[str, Tensor]``: values per token (or row) that are logged as means over all tokens (rows)
-of the optimizer step; they must be 0 where the advantage is 0, since such rows may be left out. A name in
-``of_computed_rows`` need not: its mean is over the rows that are computed.
+"""``surrogate(batch) -> loss per token``, ``[B, T]``; or ``[B, 1]``, one value for every token of a row.
 
-What else a surrogate may say of itself, as class attributes or methods, and what holds where it does not:
-``reads_ratio`` (True): the importance ratio matters; else ``objective.ratio`` beside it is refused.
-``whole_response`` (False): the loss is of whole responses; then a sampler correction per token is refused.
-``applies_correction`` (False): it multiplies by ``batch.sampler_weights`` itself; then the objective does not.
-``against_sampler`` (False): its ratio is against ``batch.sampler_logps``; then ``correction`` is refused.
-``idle_on_policy`` (none): names of knobs that do nothing until the policy has moved; said once where it never does.
-``literal(row, t)``: the formula over single floats, for the start-up proof (``literal``)."""
+A surrogate may have a method ``diagnostics(batch) -> dict[str, Tensor]``: metric name → values ``[B, T]`` or ``[B,
+1]``, whose mean over all tokens (or rows) of the optimizer step is logged. Rows of advantage 0 may be left out of the
+step and are then counted as 0, so a value must be 0 there. Exempt are names in the attribute ``of_computed_rows``:
+their mean is over the rows that are computed.
+
+Further attributes describe a surrogate; the value in brackets is the default:
+
+``reads_ratio`` (True): it reads ``batch.log_ratio``. If False, ``objective.ratio`` beside it is refused.
+``whole_response`` (False): its loss is defined for whole responses. A sampler correction per token is then refused.
+``applies_correction`` (False): it accounts for ``batch.sampler_weights`` itself, so its loss is not multiplied by them.
+``against_sampler`` (False): its ratio is taken against ``batch.sampler_logps``. ``correction`` is then refused.
+``idle_on_policy`` (empty): names of knobs that have no effect until the policy has moved. A run in which each
+generation batch gets a single update warns of them once.
+``literal(row, t)`` (none): the same formula for one token in plain floats, for the start-up proof (``literal``).
+"""
 
 Gate = Callable[[TokenBatch], Tensor]
-"""``gate(batch) -> weight of the surrogate's loss``, ``[B, T]`` or ``[B, 1]``, without gradient: usually 1 for a token
-that trains and 0 for one that does not."""
+"""``gate(batch) -> weights``, ``[B, T]`` or ``[B, 1]``, without gradient. The surrogate's loss is multiplied by them:
+usually 1 for a token that trains and 0 for one that does not."""
 Gather = Callable[[Tensor], Tensor]
 """``gather(values) -> values of all ranks``, one-dimensional; ranks may bring different numbers of values."""
 
 
 class Selecting(Protocol):
-    """A surrogate or gate that chooses tokens by comparing those of a whole micro-batch, over all ranks.
+    """A surrogate or gate that chooses tokens by comparing all tokens of a micro-batch, over all ranks.
 
-    The loss of a row then depends on the others only through what was chosen. The trainer asks ``select`` before the
-    loss, on log-probs without gradient, and hands the answer over as ``batch.chosen[selection]``. So the loss itself is
-    still of each row alone, and rows may be computed in any bins.
+    The loss of a row then depends on other rows only through that choice. The trainer calls ``select`` before the loss,
+    on log-probs without gradient, and hands the result to the loss as ``batch.chosen[selection]``. So the loss of each
+    row can still be computed alone, and rows may be put into any bins.
+
+    Attributes:
+        selection: name of the choice, unique within an objective.
     """
 
     selection: ClassVar[str]
 
     def select(self, batch: TokenBatch, gather: Gather) -> Tensor:
-        """Return bool ``[B, T]``, the chosen tokens of ``batch``, this rank's rows of the micro-batch. The same number
-        of calls of ``gather`` on every rank."""
+        """Return the chosen tokens of ``batch``, bool ``[B, T]``.
+
+        Args:
+            batch: this rank's rows of the micro-batch.
+            gather: returns values of all ranks. It is a collective, so every rank must call it equally often.
+        """
 
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective: how a loss is computed once the advantages are known.
+    """How advantages become a scalar loss:
 
-    loss = aggregate( g · w · surrogate(ρ, Â, log π) + β·KL ) − c·H, with g the gates, w the sampler correction and H
-    the mean entropy.
+        loss = aggregate( g · w · surrogate(ρ, Â, log π) + β·KL ) − c·H
 
-    The KL term is not multiplied by g and w: as in TRL it acts on every token, even of a completion that they drop.
+    g are the gates, w is the weight of the sampler correction, H the mean entropy of the policy. The KL term is not
+    multiplied by g and w: as in TRL it acts on every token, even of a completion that they drop.
+
+    Attributes:
+        name: name of the objective in messages and logs.
+        surrogate: loss per token, before gates and correction.
+        aggregate: average over tokens and completions.
+        ratio: level of the importance ratio ρ, one of ``ratios.RATIO_LEVELS``.
+        kl: the KL term, in the loss or in the reward; None for none.
+        gates: weights of the surrogate's loss.
+        entropy: the entropy bonus c·H; None for none.
     """
 
     name: str
@@ -72,27 +93,30 @@ class Objective:
 
     @property
     def each(self) -> tuple[Objective, ...]:
-        """The objectives that a row may have: this one; of a mixture (``MixedObjective``) one a task."""
+        """All objectives that rows of the batch may have: this one alone; in a mixture (``MixedObjective``) one per
+        task."""
         return (self,)
 
     @property
     def marks(self) -> Mapping[str, int]:
-        """What the rows of this objective carry in ``batch.extras``: the same number on each."""
+        """Name → number of the fields in ``batch.extras`` by which the surrogate knows a row of this objective. Empty,
+        except for the objective of a task (``TaskObjective``)."""
         return {}
 
     @property
     def selecting(self) -> tuple[Any, ...]:
-        """The parts that choose tokens (``Selecting``), which must be asked before the loss is computed."""
+        """The surrogate and gates that choose tokens (``Selecting``). The trainer asks them before it computes the
+        loss."""
         return tuple(part for part in (self.surrogate, *self.gates) if hasattr(part, "select"))
 
     @property
     def local_denominator(self) -> bool:
-        """Return whether the aggregation divides by counts of the local micro-batch, by definition."""
+        """Return whether the aggregation divides by counts of the local micro-batch (as ``local_token_mean`` does)."""
         return bool(getattr(self.aggregate, "local_denominator", False))
 
     @property
     def per_prompt(self) -> bool:
-        """Return whether an aggregation reads the tokens of each row's prompt (``Denominators.group_tokens``)."""
+        """Return whether an aggregation divides by the tokens of each row's prompt (``Denominators.group_tokens``)."""
         return any(getattr(one.aggregate, "per_prompt", False) for one in self.each)
 
     @property
@@ -102,23 +126,27 @@ class Objective:
 
     @property
     def against_sampler(self) -> bool:
-        """Return whether a surrogate's ratio is against the sampler, so that no correction is multiplied on top."""
+        """Return whether a surrogate's ratio is taken against the sampler, so that no correction may be multiplied on
+        top."""
         return any(getattr(one.surrogate, "against_sampler", False) for one in self.each)
 
     @property
     def kl_in_loss(self) -> KLTerm | None:
+        """The KL term if it is added to the loss and β > 0, else None."""
         if self.kl is not None and self.kl.placement == "loss" and self.kl.coefficient > 0:
             return self.kl
         return None
 
     @property
     def kl_in_reward(self) -> KLTerm | None:
+        """The KL term if it is charged to the reward and β > 0, else None."""
         if self.kl is not None and self.kl.placement == "reward" and self.kl.coefficient > 0:
             return self.kl
         return None
 
     def token_loss(self, batch: TokenBatch) -> Tensor:
-        """Return the per-token loss ``[B, T]``. Masked tokens have loss and gradient 0, whatever the inputs hold there.
+        """Return the loss per token ``[B, T]``: surrogate, gates, sampler correction and KL term. A masked token has
+        loss and gradient 0, whatever the inputs hold there.
 
         Raises ValueError if the surrogate returned something else than ``[B, T]`` or ``[B, 1]``.
         """
@@ -135,21 +163,21 @@ class Objective:
         return safe(loss, batch.mask)
 
     def loss(self, batch: TokenBatch, denominators: Denominators) -> Tensor:
-        """Return the scalar loss. Its gradients, summed over micro-batches and averaged over ranks, are the step's
-        gradient."""
+        """Return the scalar loss of a micro-batch, with the entropy bonus. Its gradients, summed over the micro-batches
+        of an optimizer step and averaged over ranks, are the step's gradient."""
         loss = self.aggregated(self.token_loss(batch), batch, denominators)
         if self.entropy is None:
             return loss
         return loss + self.entropy.loss(batch, denominators)
 
     def aggregated(self, loss: Tensor, batch: TokenBatch, denominators: Denominators) -> Tensor:
-        """Return the scalar loss of losses per token ``[B, T]``, without an entropy bonus."""
+        """Aggregate a loss per token ``[B, T]`` to the scalar loss, without the entropy bonus."""
         return self.aggregate(loss, batch.mask, denominators)
 
     @torch.no_grad()
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return what the surrogate reports for the log, ``[B, T]`` or ``[B, 1]``. For the ratio ``product`` also the
-        rows whose ratio is held at its bound."""
+        """Return metric name → values to log, ``[B, T]`` or ``[B, 1]``: what the surrogate reports and, for the ratio
+        ``product``, which rows have their ratio held at its upper bound."""
         report = getattr(self.surrogate, "diagnostics", None)
         values: dict[str, Tensor] = {} if report is None else report(batch)
         if self.ratio == "product":
@@ -174,8 +202,8 @@ def checked_token_loss(found: Any, mask: Tensor, whose: str) -> Tensor:
 
 
 def checked_scalar(found: Any, whose: str) -> Tensor:
-    """Return ``found`` if it is a tensor without dimensions; else raise a ValueError that names the function,
-    ``whose``."""
+    """Return ``found`` if it is a tensor without dimensions. Raises ValueError otherwise; ``whose`` names the function
+    in the message."""
     if isinstance(found, Tensor) and found.dim() == 0:
         return found
     needed = "a tensor without dimensions: the loss, summed up"
@@ -191,8 +219,8 @@ def _seen(found: Any) -> str:
 def _safe_inputs(batch: TokenBatch) -> TokenBatch:
     """Set every ``[B, T]`` input to 0 at masked positions.
 
-    Selecting the loss is not enough if an input is NaN there. The backward forms 0 · NaN, and a sequence-level ratio
-    would spread that over the whole row.
+    Masking the loss is not enough where an input is NaN: the backward would multiply 0 by NaN, and a sequence-level
+    ratio would spread the NaN over the whole row.
     """
     names = ("logps", "proximal_logps", "log_ratio", "advantages", "ref_logps", "entropies", "sampler_weights")
     inputs: dict[str, Any] = {name: getattr(batch, name) for name in names}

@@ -31,13 +31,18 @@ from grpo_lab.settings import did_you_mean
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the table of objectives: the names of its parts, its source, and what the authors set (``paper``, for
-    ``--dry-run``).
+    """A row of the table of objectives: the names of an objective's parts and what its authors set.
 
-    Args:
-        knobs: settings of the advantage rule that differ from its defaults.
-        holds: the surrogate's knobs in ``paper`` hold where the run sets none of them, in place of TRL's defaults.
-        plain_k3: if ``beta`` alone is set, k3 is not weighted by the ratio (TRL's ``use_bias_correction_kl``).
+    Attributes:
+        advantage: name of the advantage rule.
+        surrogate: name of the surrogate, a key of ``SURROGATES``.
+        aggregation: name of the aggregation.
+        source: the paper or code that it is from.
+        ratio: level of the importance ratio.
+        paper: the authors' settings, shown by ``--dry-run``.
+        knobs: settings of the advantage rule that differ from the rule's defaults.
+        plain_k3: if a run sets ``beta`` alone, k3 is not weighted by the ratio (TRL's ``use_bias_correction_kl``).
+        holds: knobs of the surrogate that ``paper`` lists hold where the run sets none, in place of TRL's defaults.
     """
 
     advantage: str
@@ -198,7 +203,7 @@ SURROGATES: dict[str, Any] = {
     "vespo": GammaWeight,
 }
 OUR_PRESETS = frozenset(PRESETS)
-#: Parts of this package. They are proved by ``literal``, so they are not asked before every step.
+#: Parts of this package. ``literal`` proves them at start-up, so they are not tested before every step.
 _OURS = (*SURROGATES.values(), *AGGREGATIONS.values(), OffPolicyMask, TopEntropy)
 RESERVED = ("name", "advantage", "ratio", "surrogate", "aggregation")
 """Keys of ``objective: {…}`` that cannot be knobs."""
@@ -235,19 +240,21 @@ def register_objective(
     source: str = "",
     paper: Mapping[str, float | str] | None = None,
 ) -> Any:
-    """Register ``part`` as the surrogate of a new objective, which ``objective: name`` selects. Returns ``part``; also
-    usable as a decorator.
+    """Register a new objective, which ``objective: name`` selects, and return ``part``. Also usable as a decorator.
 
     Args:
-        part: a dataclass whose fields are its knobs (``objective: {name: …, <knob>: …}``), a function, or the name of a
-            surrogate. Unless it is a name, it also becomes a surrogate called ``name``.
+        name: name of the objective.
+        part: its surrogate: a dataclass whose fields are its knobs (``objective: {name: …, <knob>: …}``), a function,
+            or the name of a registered surrogate. Unless it is a name, it also becomes a surrogate called ``name``.
         advantage: name of the advantage rule (default: GRPO's).
         aggregation: name of the aggregation (default: GRPO's).
         ratio: level of the importance ratio (default: GRPO's).
         source: where it is from, for ``--dry-run`` and the model card.
         paper: the authors' constants, shown there too.
 
-    Raises ValueError if another has the name already, the part cannot be called, or a field has a name in ``RESERVED``.
+    Raises:
+        ValueError: another objective has the name already, the part cannot be called, or a field has a name in
+            ``RESERVED``.
     """
     if part is None:
         return lambda later: register_objective(

@@ -14,11 +14,13 @@ from grpo_lab.objectives.literal import LiteralRow
 
 @dataclass(frozen=True)
 class SoftGate:
-    """loss_t = −4/τ · σ(τ (ρ_t − 1)) · Â, with τ = τ_pos where Â > 0, else τ_neg.
+    """SAPO's loss, a smooth gate in place of a clip: loss_t = −4/τ · σ(τ (ρ_t − 1)) · Â, with τ = τ_pos where Â > 0,
+    else τ_neg.
 
-    Its slope by ρ is Â at ρ = 1 and falls smoothly on either side, so a token far off the policy is damped, not cut.
+    σ is the logistic function. The derivative of 4/τ · σ(τ (ρ − 1)) by ρ is 1 at ρ = 1 and falls smoothly on either
+    side, so a token far off the policy is damped, not cut.
 
-    Source: SAPO (arXiv 2511.20347), as TRL 1.16 (``sapo``) and verl have it; with a sequence-level ratio the gate is of
+    Source: SAPO (arXiv 2511.20347), as TRL 1.16 (``sapo``) and verl have it. With a sequence-level ratio the gate is of
     the whole completion, which the paper does not do.
 
     Args:

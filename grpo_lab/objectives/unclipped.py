@@ -14,7 +14,7 @@ from grpo_lab.objectives.literal import LiteralRow
 
 @dataclass(frozen=True)
 class Unclipped:
-    """loss_t = −ρ_t · Â.
+    """The plain importance-weighted loss: loss_t = −ρ_t · Â.
 
     Source: CS336 lecture 17 ("unclipped"); the surrogate of TRPO (arXiv 1502.05477, eq. 3) without its constraint.
     """
@@ -29,11 +29,13 @@ class Unclipped:
 
 @dataclass(frozen=True)
 class DetachedWeight:
-    """CISPO, which keeps every token's gradient: loss_t = −sg(min(ρ_t, bound)) · Â · log π(y_t).
+    """CISPO, in which every token keeps a gradient: loss_t = −sg(min(ρ_t, bound)) · Â · log π(y_t). sg stops the
+    gradient.
 
-    Source: MiniMax-M1 (arXiv 2506.13585, eq. 4–5): only the upper end is tuned. As in TRL, ``bound`` is the *absolute*
-    upper bound of the ratio (TRL's ``epsilon_high``), not 1 + ε. The paper's own value is undisclosed; ScaleRL (arXiv
-    2510.13786, section A.17) sees no difference between 4, 5 and 8. TRL's default of 0.2 would damp every token.
+    Source: MiniMax-M1 (arXiv 2506.13585, eq. 4–5), where only the upper end is tuned. As in TRL, ``bound`` is the
+    *absolute* upper bound of the ratio (TRL's ``epsilon_high``), not 1 + ε. The paper's own value is undisclosed;
+    ScaleRL (arXiv 2510.13786, section A.17) sees no difference between 4, 5 and 8. TRL's default of 0.2 would damp
+    every token.
 
     Args:
         epsilon: the bound where ``epsilon_high`` is ``None``; > 0.
@@ -71,8 +73,8 @@ class DetachedWeight:
 class Reinforce:
     """REINFORCE, the score function times the advantage: loss_t = −Â · log π(y_t).
 
-    Source: Williams 1992; CS336 lecture 17 ("naive"). No ratio: correct only while the data are on-policy, so with
-    ``num_iterations`` > 1 the later passes are biased (that is the method, not a bug of it).
+    Source: Williams 1992; CS336 lecture 17 ("naive"). It has no importance ratio, so it is correct only while the data
+    are on-policy: with ``num_iterations`` > 1 the later passes are biased (by the method, not by a bug).
     """
 
     #: no importance ratio, hence no level of one

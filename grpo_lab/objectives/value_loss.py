@@ -10,14 +10,15 @@ CLIPRANGE = 0.2
 
 
 def clipped_values(values: Tensor, old_values: Tensor, cliprange: float | None) -> Tensor:
-    """Return ``V_old + clamp(V − V_old, ±cliprange)``, in units of the reward; V itself if ``cliprange`` is None."""
+    """Return V_clip = V_old + clamp(V − V_old, ±cliprange), in units of the reward; V itself if there is no
+    ``cliprange``."""
     if cliprange is None:
         return values
     return old_values + (values - old_values).clamp(-cliprange, cliprange)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None = CLIPRANGE) -> Tensor:
-    """Per-token loss of the critic, ``[B, T]`` in units of the reward squared.
+    """Return the critic's loss per token, ``[B, T]`` in units of the reward squared.
 
         ½ · max( (V − R)², (V_clip − R)² )        V_clip = V_old + clamp(V − V_old, ±cliprange)
 
@@ -26,9 +27,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: f
     TRL's deleted PPOTrainer); the paper (arXiv 1707.06347, eq. 9) has the plain square, ``cliprange=None``.
 
     Args:
-        values: ``[B, T]`` of the critic that is being trained; carries the gradient.
-        old_values: ``[B, T]`` at generation.
-        returns: ``[B, T]``, Â + V_old before any whitening.
+        values: V, ``[B, T]``, of the critic that is being trained; carries the gradient.
+        old_values: V_old, ``[B, T]``, the critic's values at generation.
+        returns: R, ``[B, T]``: Â + V_old before any whitening.
         cliprange: > 0, or ``None`` for the plain square.
     """
     clipped = clipped_values(values, old_values, cliprange)

@@ -12,25 +12,27 @@ from torch import Tensor
 from grpo_lab.batch import TokenBatch, masked_sum, safe
 from grpo_lab.objectives.literal import LiteralRow
 
-#: Log-ratios of a token are clamped to ± this many nats, and the log of the whole weight to at most this.
+#: Bounds in nats: the log-ratio of a token is clamped to ±HIGHEST, the log of the whole weight to LOWEST … HIGHEST.
 HIGHEST = 20.0
 LOWEST = math.log(1e-8)
 
 
 @dataclass(frozen=True)
 class GammaWeight:
-    """loss_t = −sg(φ(w)) · Â · log π(y_t),  φ(w) = w^k · e^{λ (1 − w)},  w = Π_s π(y_s)/μ(y_s), μ the sampler.
+    """VESPO's loss: REINFORCE, times a smooth weight of the whole completion.
 
-    φ(1) = 1; a weight far from 1 fades on either side, without a length in it. k and λ depend on the sign of Â. The
-    sampler's correction π_old/μ is a factor of w (``applies_correction``), as the run's correction has it: truncated or
-    masked tokens count as it says.
+        loss_t = −sg(φ(w)) · Â · log π(y_t),    φ(w) = w^k · e^{λ (1 − w)},    w = Π_s π(y_s)/μ(y_s), μ the sampler
+
+    sg stops the gradient. φ(1) = 1, and a weight far from 1 fades on either side, without being normalised by length. k
+    and λ depend on the sign of Â. The sampler's correction π_old/μ is a factor of w (``applies_correction``), with the
+    tokens that the run's correction has truncated or masked counted as it says.
 
     Source: VESPO (arXiv 2602.10693 v3, §3.3 and eq. 20; c₁ = k, c₂ = λ), by TRL 1.16's ``get_gamma_weights`` and the
     authors' code (github.com/FloyedShen/VESPO), which clamps log-ratios at ±20 and w at 1e-8. The ratio's level has no
     effect.
 
     Args:
-        k_pos, lambda_pos: k ≥ 0 and λ ≥ 0 (taken as 1e-4 at least, as in TRL) where Â ≥ 0; TRL's ``vespo_k_pos``,
+        k_pos, lambda_pos: k ≥ 0 and λ ≥ 0 where Â ≥ 0 (λ is taken as 1e-4 at least, as in TRL); TRL's ``vespo_k_pos``,
             ``vespo_lambda_pos``.
         k_neg, lambda_neg: the same where Â < 0.
     """
@@ -42,7 +44,7 @@ class GammaWeight:
 
     reads_ratio: ClassVar[bool] = False
     applies_correction: ClassVar[bool] = True
-    #: not 0 where the advantage is 0: a mean over computed rows
+    #: φ is not 0 where the advantage is 0, so its mean is over the computed rows
     of_computed_rows: ClassVar[tuple[str, ...]] = ("vespo/phi_seq_mean",)
 
     def __call__(self, batch: TokenBatch) -> Tensor:
@@ -77,6 +79,7 @@ class GammaWeight:
 
 
 def _log_weight(batch: TokenBatch) -> Tensor:
+    """Return log w of each completion, ``[B, 1]``, clamped to the bounds above."""
     moved = safe(batch.logps - batch.proximal_logps, batch.mask).clamp(-HIGHEST, HIGHEST)
     total = masked_sum(moved, batch.mask, dim=-1).unsqueeze(-1)
     if batch.sampler_weights is not None:

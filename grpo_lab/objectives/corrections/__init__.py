@@ -1,7 +1,8 @@
 """Corrections of the sampler: weights of the loss where another policy than the proximal one sampled the tokens.
 
-With x_t = log π_proximal(y_t) − log π_sampler(y_t) and ρ_t = e^{x_t}; 0 and 1 for a token that nobody sampled or that
-the engine reported no log-prob for. No gradient flows through a weight.
+Weights are made from x_t = log π_proximal(y_t) − log π_sampler(y_t) and the ratio ρ_t = e^{x_t}. A token that nobody
+sampled, or for which the engine reported no log-prob, has x_t = 0 and ρ_t = 1. No gradient flows through a weight.
+``truncation`` holds the corrections that cut a weight off at a bound, ``dropping`` those that set it to 0.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ __all__ = [
 ]  # fmt: skip
 
 Correction = Callable[..., Tensor]
-"""``correction(x [B, T], mask [B, T]) -> weights``, ``[B, T]`` or ``[B, 1]``; of each row alone, whatever its padding.
+"""``correction(x [B, T], mask [B, T]) -> weights``, ``[B, T]`` or ``[B, 1]``. The weights of a row depend on that row
+alone, and not on its padding.
 
-What else a correction may say of itself, and what holds where it does not:
-``whole_batch`` (False): the weights depend on all rows of the generation batch. Then it is called as
-``correction(x, mask, gather)`` on this rank's rows, once a batch; ``gather(values)`` returns those of all ranks.
-``level`` (none): ``token`` or ``sequence``; one of tokens is refused beside an objective of whole responses.
+Further attributes describe a correction; the value in brackets is the default:
+
+``whole_batch`` (False): the weights depend on all rows of the generation batch. The correction is then called once a
+batch, as ``correction(x, mask, gather)`` with this rank's rows; ``gather(values)`` returns those of all ranks.
+``level`` (none): ``token`` or ``sequence``. One of tokens is refused beside an objective of whole responses.
 ``keeps(weights)`` (weights != 0): which weights are within the bounds, for the log.
-``literal(steps, t)``: the formula over single floats (the x of one response), for the start-up proof."""
+``literal(steps, t)`` (none): the weight of token t in plain floats, from the x of one response, for the start-up proof.
+"""
 
 
 RESERVED = ("name",)
@@ -67,7 +71,7 @@ def sampler_log_ratio(proximal_logps: Tensor, sampler_logps: Tensor, mask: Tenso
 
 
 def kept(correction: Correction, weights: Tensor) -> Tensor:
-    """Return bool, like ``weights``: which are within the correction's bounds."""
+    """Return bool of the shape of ``weights``: which of them are within the correction's bounds."""
     keeps: Callable[[Tensor], Tensor] | None = getattr(correction, "keeps", None)
     if keeps is None:
         return weights != 0
@@ -77,8 +81,12 @@ def kept(correction: Correction, weights: Tensor) -> Tensor:
 def register_correction(name: str, part: Any = None) -> Any:
     """Register ``part`` under ``name``, so that ``correction: name`` selects it. Also usable as a decorator.
 
-    ``part`` is a function, or a dataclass whose fields are its knobs. Raises ValueError if another object has the name
-    already, or the part cannot be called.
+    Args:
+        name: the name in recipes.
+        part: a function, or a dataclass whose fields are its knobs.
+
+    Raises:
+        ValueError: another object has the name already, or the part cannot be called.
     """
     if part is None:
         return lambda later: register_correction(name, later)

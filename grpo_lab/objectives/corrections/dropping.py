@@ -14,7 +14,7 @@ from grpo_lab.objectives.corrections.weight_bounds import Level, WeightBounds, c
 
 @dataclass(frozen=True)
 class TokenMask(WeightBounds):
-    """w_t = ρ_t if low ≤ ρ_t ≤ high, else 0: the token drops out.
+    """Drop tokens whose ratio is out of bounds: w_t = ρ_t if low ≤ ρ_t ≤ high, else 0.
 
     Source: MIS (Liu, Li et al. 2025, "When speed kills stability", by TRL's index of papers); bounds as TRL 1.16's
     ``vllm_importance_sampling_mode: token_mask``.
@@ -35,17 +35,19 @@ class TokenMask(WeightBounds):
 
 @dataclass(frozen=True)
 class SequenceMask(TokenMask):
-    """w = Π_t ρ_t if low ≤ w ≤ high, else 0: the completion drops out. TRL's default. Source: as ``TokenMask``."""
+    """Drop completions whose ratio is out of bounds: w = Π_t ρ_t if low ≤ Π_t ρ_t ≤ high, else 0. TRL's default.
+    Source: as ``TokenMask``."""
 
     level: ClassVar[Level] = "sequence"
 
 
 @dataclass(frozen=True)
 class IcePop(TokenMask):
-    """w_t = ρ_t if α ≤ ρ_t ≤ β, else 0. α is ``low``, β is ``high``.
+    """Drop tokens whose ratio is out of bounds on either side: w_t = ρ_t if α ≤ ρ_t ≤ β, else 0. α is ``low``, β is
+    ``high``.
 
-    Source: Ring-1T (arXiv 2510.18855), the double-sided mask M(k) of IcePop's objective; the weight multiplies the
-    clipped loss, not the KL. [0.5, 5] are the authors' numbers. We differ in nothing: ``token_mask`` with two bounds.
+    Source: Ring-1T (arXiv 2510.18855), the double-sided mask M(k) of IcePop's objective. The weight multiplies the
+    clipped loss, not the KL. [0.5, 5] are the authors' numbers. It is ``token_mask`` with other default bounds.
     """
 
     low: float | None = 0.5
@@ -54,11 +56,12 @@ class IcePop(TokenMask):
 
 @dataclass(frozen=True)
 class GeometricRejection:
-    """w = 1 if low ≤ (Π_t ρ_t)^{1/|y|} ≤ high, else 0: the completion drops out, whatever its length.
+    """Drop completions by the geometric mean of their ratios: w = 1 if low ≤ (Π_t ρ_t)^{1/|y|} ≤ high, else 0. The
+    bound is the same for every length.
 
     Source: verl's rollout correction, "Geo-RS" (``decoupled_geo_rs``: 0.999 to 1.001), and SkyRL's
     ``sequence_mask_metric: geometric``. Our bounds are on π_proximal/π_sampler, as in verl's text and in SkyRL. verl's
-    code bounds the inverse: its ``l_u`` is our low 1/u and high 1/l.
+    code bounds the inverse: its bounds ``l_u`` are our ``low`` 1/u and ``high`` 1/l.
     """
 
     low: float = 0.999
@@ -82,10 +85,11 @@ class GeometricRejection:
 
 @dataclass(frozen=True)
 class K3Rejection:
-    """w = 1 if 1/|y| Σ_t (ρ_t − 1 − x_t) ≤ high, else 0: the completion drops out.
+    """Drop completions whose policies differ too much: w = 1 if 1/|y| Σ_t (ρ_t − 1 − x_t) ≤ high, else 0.
 
-    The mean is an estimate of KL(π_sampler‖π_proximal) that is never negative, so tokens cannot offset each other as in
-    ``GeometricRejection``. Source: verl's rollout correction, ``seq_mean_k3`` (``bypass_ppo_clip_k3_rs``: 0.01).
+    The mean is an estimate of KL(π_sampler‖π_proximal) in nats per token. No token's part is negative, so tokens cannot
+    offset each other as in ``GeometricRejection``. Source: verl's rollout correction, ``seq_mean_k3``
+    (``bypass_ppo_clip_k3_rs``: 0.01).
     """
 
     high: float = 0.01

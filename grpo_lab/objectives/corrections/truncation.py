@@ -15,7 +15,7 @@ from grpo_lab.objectives.objective import Gather
 
 @dataclass(frozen=True)
 class TokenTruncate(WeightBounds):
-    """w_t = min(max(ρ_t, low), high).
+    """Truncate the ratio of each token at the bounds: w_t = min(max(ρ_t, low), high).
 
     Source: TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"); bounds as
     TRL 1.16's ``vllm_importance_sampling_mode: token_truncate``.
@@ -26,6 +26,7 @@ class TokenTruncate(WeightBounds):
         return self.ratio(x, mask).clamp(min=low, max=high)
 
     def keeps(self, weights: Tensor) -> Tensor:
+        """Return bool of the shape of ``weights``: those that no bound has changed."""
         low, high = self.ends
         return (weights > low) & (weights < high)
 
@@ -36,24 +37,32 @@ class TokenTruncate(WeightBounds):
 
 @dataclass(frozen=True)
 class SequenceTruncate(TokenTruncate):
-    """w = min(max(Π_t ρ_t, low), high) of the whole completion. Source: as ``TokenTruncate``."""
+    """Truncate the ratio of the whole completion at the bounds: w = min(max(Π_t ρ_t, low), high). Source: as
+    ``TokenTruncate``."""
 
     level: ClassVar[Level] = "sequence"
 
 
 @dataclass(frozen=True)
 class TIS(TokenTruncate):
-    """w_t = min(ρ_t, high), high = 2 as in verl. Source: as ``TokenTruncate``; verl's ``rollout_is: token``."""
+    """Truncate the ratio of each token from above: w_t = min(ρ_t, high), with high = 2 as in verl. Source: as
+    ``TokenTruncate``; verl's ``rollout_is: token``."""
 
     high: float | None = 2.0
 
 
 @dataclass(frozen=True)
 class BatchNormalised:
-    """w = min(ρ, high) / mean of min(ρ, high) over the generation batch of all ranks: the mean weight is 1.
+    """Truncate ratios from above and divide them by their mean over the generation batch of all ranks, so that the mean
+    weight is 1.
 
-    ``per: token``: ρ_t, averaged over loss tokens. ``sequence``: Π_t ρ_t, averaged over completions. A mean of 0
-    (up to 1e-8) divides nothing. Source: verl's rollout correction, ``rollout_is_batch_normalize``.
+        w = min(ρ, high) / mean of min(ρ, high)
+
+    A mean of at most 1e-8 is not divided by. Source: verl's rollout correction, ``rollout_is_batch_normalize``.
+
+    Args:
+        per: ``token``: ρ_t of each token, averaged over loss tokens. ``sequence``: Π_t ρ_t, averaged over completions.
+        high: upper bound of the ratio.
     """
 
     per: Level = "token"
@@ -87,7 +96,7 @@ class BatchNormalised:
         return weights / torch.where(mean > 1e-8, mean, 1.0)
 
     def literal(self, rows: list[list[float]], row: int, t: int) -> float:
-        """Of the rows of all ranks, unlike other corrections' formulas."""
+        """Return the weight of token ``t`` of ``rows[row]`` in plain floats; ``rows`` are the x of all ranks' rows."""
         weights = []
         for steps in rows:
             of_row = [self.bounded.literal(steps, place) for place in range(len(steps))]

@@ -14,14 +14,19 @@ Level = Literal["token", "sequence"]
 
 
 def check_high(high: float | None) -> None:
-    """Raise ValueError for an upper bound that no weight or estimate can be below."""
+    """Raise ValueError unless the upper bound ``high`` is None or above 0: no weight or estimate could be below it."""
     if high is not None and not high > 0:
         raise ValueError(f"`correction.high` is {high}; it must be a number > 0")
 
 
 @dataclass(frozen=True)
 class WeightBounds:
-    """``low`` and ``high`` bound the ratio; ``None``: no bound on that side."""
+    """The ratio ρ at a correction's level, and its bounds.
+
+    Args:
+        low: lower bound of the ratio; ``None`` for none.
+        high: upper bound of the ratio; ``None`` for none.
+    """
 
     low: float | None = None
     high: float | None = 3.0
@@ -34,6 +39,7 @@ class WeightBounds:
 
     @property
     def ends(self) -> tuple[float, float]:
+        """The bounds as numbers: −∞ and ∞ where there is none."""
         low = -math.inf
         high = math.inf
         if self.low is not None:
@@ -43,7 +49,7 @@ class WeightBounds:
         return low, high
 
     def ratio(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return ρ_t ``[B, T]``, or Π_t ρ_t ``[B, 1]``."""
+        """Return ρ_t ``[B, T]`` for the level ``token``, Π_t ρ_t ``[B, 1]`` for ``sequence``."""
         if self.level == "sequence":
             x = masked_sum(x, mask, dim=-1).unsqueeze(-1)
         return x.exp()

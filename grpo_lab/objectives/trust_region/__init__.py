@@ -1,9 +1,10 @@
 """Trust regions around the sampler: a token whose probability has moved too far from the one with which it was sampled
 no longer moves further.
 
-The ratio here is π/μ, μ being what sampled the token (``TokenBatch.sampler_logps``): the engine's own log-probs, or
-the proximal policy's where there is no engine. So mismatch and staleness are in it already. A sampler correction is not
-multiplied on top, and the level of ``batch.log_ratio`` has no effect.
+The ratio here is ρ = π/μ, where μ is the policy that sampled the token (``TokenBatch.sampler_logps``): its log-probs
+are the engine's own, or the proximal policy's where there is no engine. So the ratio covers both what an engine
+computes otherwise and what an older policy sampled. A sampler correction is not multiplied on top, and the level of
+``batch.log_ratio`` has no effect.
 """
 
 from __future__ import annotations
@@ -20,13 +21,21 @@ from grpo_lab.objectives.literal import LiteralRow
 
 @dataclass(frozen=True)
 class WithinRegion:
-    """What both divergences share; ``_far`` of a subclass says how far the tokens have moved."""
+    """Loss of a trust region: loss_t = −ρ_t · Â, or 0 for a token that is outside the region and that Â pushes further
+    outwards. A subclass says with ``_far`` how far a token has moved.
+
+    Args:
+        threshold_low: distance above which a token with Â < 0 that has become less likely is cut off.
+        threshold_high: distance above which a token with Â > 0 that has become more likely is cut off; ``None`` means
+            equal to ``threshold_low``.
+        truncate: largest weight ρ of a token, ≥ 1; ``None`` for no bound. A truncated token keeps its gradient.
+    """
 
     threshold_low: float
     threshold_high: float | None = None
     truncate: float | None = None
 
-    #: its ratio is against the sampler, whose correction is in it
+    #: its ratio is against the sampler, so the sampler correction is in it already
     against_sampler: ClassVar[bool] = True
     applies_correction: ClassVar[bool] = True
     reads_ratio: ClassVar[bool] = False
@@ -46,11 +55,13 @@ class WithinRegion:
         return self.threshold_high
 
     def _far(self, logps: Tensor, sampled: Tensor) -> Tensor:
+        """Return how far each token has moved from ``sampled`` to ``logps``, ``[B, T]`` ≥ 0, in the unit of the
+        thresholds."""
         raise NotImplementedError
 
     def outside(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return the tokens that would move on outwards, bool ``[B, T]`` each: too unlikely already with Â < 0, too
-        likely with Â > 0."""
+        """Return the tokens that are cut off, bool ``[B, T]`` each: first those that are too unlikely and have Â < 0,
+        then those that are too likely and have Â > 0."""
         logps = batch.logps.detach()
         sampled = batch.sampler_logps
         far = self._far(logps, sampled)
@@ -73,6 +84,7 @@ class WithinRegion:
         return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
 
     def _literal(self, row: LiteralRow, t: int, far: float) -> float:
+        """Return the loss of token ``t``, which has moved by ``far``, in plain floats."""
         new = row.logps[t]
         was = row.sampler_logps[t]
         if row.advantage < 0 and new < was and far > self.threshold_low:

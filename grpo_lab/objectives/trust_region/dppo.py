@@ -12,37 +12,41 @@ from grpo_lab.objectives.literal import LiteralRow
 from grpo_lab.objectives.trust_region import WithinRegion
 
 TINY = 1e-8
-"""The authors' guard where the rest of the distribution is 0."""
+"""Number that keeps the logarithm finite where the rest of a distribution is 0; the authors'."""
 
 
 def total_variation(logps: Tensor, sampled: Tensor) -> Tensor:
-    """|π − μ|: the total variation of "this token or another one" (arXiv 2602.04879, eq. 13)."""
+    """Return |π − μ| of each token: the total variation of the two-way choice "this token or another one" (arXiv
+    2602.04879, eq. 13)."""
     return (logps.exp() - sampled.exp()).abs()
 
 
 def binary_kl(logps: Tensor, sampled: Tensor) -> Tensor:
-    """μ·log(μ/π) + (1 − μ)·log((1 − μ)/(1 − π)): KL(μ‖π) of "this token or another one" (eq. 14), in nats."""
+    """Return KL(μ‖π) of the two-way choice "this token or another one", in nats per token: μ·log(μ/π) + (1 − μ)·log((1
+    − μ)/(1 − π)) (arXiv 2602.04879, eq. 14)."""
     rest = torch.log((TINY - torch.expm1(sampled)) / (TINY - torch.expm1(logps)))
     return sampled.exp() * (sampled - logps) - torch.expm1(sampled) * rest
 
 
 @dataclass(frozen=True)
 class TotalVariationRegion(WithinRegion):
-    """DPPO with total variation: loss_t = −M_t · ρ_t · Â, ρ_t = π(y_t)/μ(y_t); M_t = 0 where |π − μ| > δ and Â pushes
-    the token on outwards, else 1.
+    """DPPO with total variation: loss_t = −M_t · ρ_t · Â, ρ_t = π(y_t)/μ(y_t). M_t = 0 where |π − μ| > δ and Â pushes
+    the token further outwards, else 1.
 
-    A ratio says little of a rare token (10⁻⁵ to 10⁻³ is a ratio of 100) and much of a frequent one (0.99 to 0.8); a
-    difference of probabilities is what both moved.
+    A ratio overstates the change of a rare token (from 10⁻⁵ to 10⁻³ is a ratio of 100) and understates that of a
+    frequent one (from 0.99 to 0.8 is a ratio of 0.81). The difference of probabilities is the probability that has
+    moved.
 
     Source: DPPO (arXiv 2602.04879 v3, eq. 12–13), ``dppo_binary_tv`` of its code. δ = 0.15 is that of section C.1 and
     of their script in verl; most runs of section E have 0.2. Their code also caps the weight ρ at 10 and keeps its
     gradient (``truncate``; the script puts the cap out of reach, section E has 5). It computes −sg(ρ)·Â·log π, which
-    has the same gradient. The top-k divergences (eq. 15–16) need log-probs of tokens that were not sampled: not here.
-    The authors find no significant gain in them (section F.3). Advantages without σ and sums over a fixed length are
-    those of their script (Dr. GRPO's).
+    has the same gradient. Advantages without σ and sums over a fixed length are those of their script (Dr. GRPO's).
+
+    How we differ: the top-k divergences (eq. 15–16) are left out, since they need log-probs of tokens that were not
+    sampled. The authors find no significant gain in them (section F.3).
 
     Args:
-        threshold_low: δ for Â < 0, a probability.
+        threshold_low: δ for Â < 0, a difference of probabilities, below 1.
         threshold_high: δ for Â > 0; ``None`` means equal to ``threshold_low``.
         truncate: largest weight of a token; ``None`` for no bound.
     """
@@ -66,11 +70,11 @@ class TotalVariationRegion(WithinRegion):
 
 @dataclass(frozen=True)
 class KLRegion(WithinRegion):
-    """DPPO with KL: loss_t = −M_t · ρ_t · Â, ρ_t = π(y_t)/μ(y_t); M_t = 0 where KL(μ‖π) of "this token or another one"
-    is above δ and Â pushes the token on outwards, else 1.
+    """DPPO with KL: loss_t = −M_t · ρ_t · Â, ρ_t = π(y_t)/μ(y_t). M_t = 0 where KL(μ‖π) of "this token or another one"
+    is above δ and Â pushes the token further outwards, else 1.
 
     Source: DPPO (arXiv 2602.04879 v3, eq. 12 and 14), ``dppo_binary_kl`` of its code; δ = 0.05 as the authors run it.
-    Else as ``TotalVariationRegion``.
+    Otherwise as ``TotalVariationRegion``.
 
     Args:
         threshold_low: δ for Â < 0, nats.

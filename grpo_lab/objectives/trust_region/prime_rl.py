@@ -14,17 +14,17 @@ from grpo_lab.objectives.trust_region.dppo import TotalVariationRegion
 
 @dataclass(frozen=True)
 class PrimeRL(TotalVariationRegion):
-    """prime-rl's default loss: loss_t = −M_t · ρ_t · Â + τ · (log ρ_t)², ρ_t = π(y_t)/μ(y_t), M_t as in DPPO with total
-    variation.
+    """prime-rl's default loss, DPPO with total variation plus a penalty: loss_t = −M_t · ρ_t · Â + τ · (log ρ_t)², ρ_t
+    = π(y_t)/μ(y_t), with M_t as in ``TotalVariationRegion``.
 
     Source: ``default_loss_fn`` of prime-rl (commit 559b4477, August 2026), which names DPPO (arXiv 2602.04879) and the
-    squared log-ratio of Kimi K2.5 (arXiv 2602.02276). Its ``adv_tau``, a factor of Â, is left out: 1 by default. Its
-    page writes min(ρ, δ), its code has no such bound.
+    squared log-ratio of Kimi K2.5 (arXiv 2602.02276). Its ``adv_tau``, a factor of Â that is 1 by default, is left out.
+    Its documentation writes min(ρ, δ); its code has no such bound.
 
-    The second term acts on every token, masked or not, and where Â is 0: no row may be left out.
+    The penalty acts on every token, also where M_t or Â is 0, so no row may be left out.
 
     Args:
-        threshold_low: ``dppo_mask_low``, a probability.
+        threshold_low: ``dppo_mask_low``, a difference of probabilities.
         threshold_high: ``dppo_mask_high``; ``None`` means equal to ``threshold_low``.
         truncate: largest weight of a token; ``None`` for no bound.
         kl_tau: τ ≥ 0, per squared nat.
