@@ -1,5 +1,15 @@
-"""Advantage rules, which turn rewards into advantages. Pure torch. ``advantage_rule(name)`` finds one; ``RULES`` and
-``TOKEN_RULES`` list them."""
+"""Advantage rules, which turn rewards into advantages. Pure torch. ``advantage_rule(name)`` finds one.
+
+A rule has a level, its class attribute ``level``, which says what it gets and returns (``level_of``):
+
+    row      rewards ``[N]`` → one advantage per completion: ``baselines``, ``success_rate``
+    table    the whole reward table → one advantage per completion: ``whole_table``, ``mixed``
+    token    the whole reward table → one advantage per token of this rank's rows: ``returns``, ``process``, ``gae``,
+             ``token_baseline``, ``turn_credit``, ``turn_gae``
+
+``group`` is what rules of a group share. ``step_table`` and ``turn_table`` hold the scores of steps and turns.
+``whiten`` normalises advantages over the tokens of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +42,11 @@ from grpo_lab.advantages.whiten import Moments, level_of, masked_moments, reads_
 from grpo_lab.advantages.whole_table import GDPO, OPO, ReinforcePPBaseline
 
 AdvantageRule = Callable[[Tensor, int], Tensor]
-"""``rule(rewards [N], group_size) -> advantages [N]``; groups contiguous; NaN rewards (unscorable) get 0.
+"""``rule(rewards [N], group_size) -> advantages [N]``: a rule of level ``row``.
 
-A class attribute ``level`` says what it gets and makes: ``"row"`` (the default); ``"table"``, the whole reward table in
-place of the rewards; or, in two stages, ``"token"``."""
+The completions of a group are neighbours. A reward that is NaN could not be scored; its row gets 0. A rule of level
+``table`` or ``token`` is called as ``rule(table)`` with the ``RewardTable``.
+"""
 
 RESERVED = ("name",)
 """Keys of ``advantage: {…}`` that cannot be knobs."""
@@ -119,8 +130,12 @@ def advantage_rule(name: str, **parameters: Any) -> Any:
 def register_advantage(name: str, part: Any = None) -> Any:
     """Register ``part`` under ``name``, so that ``advantage: name`` selects it. Also usable as a decorator.
 
-    ``part`` is a function, or a dataclass whose fields are its knobs. Raises ValueError if another object has the name
-    already, the part cannot be called, or its ``level`` is unknown.
+    Args:
+        name: the name in recipes.
+        part: a function, or a dataclass whose fields are its knobs.
+
+    Raises:
+        ValueError: another object has the name already, the part cannot be called, or its ``level`` is unknown.
     """
     if part is None:
         return lambda later: register_advantage(name, later)

@@ -13,10 +13,10 @@ from grpo_lab.advantages.group import VERLS_EPSILON, StdNormalized, by_group, de
 
 @dataclass(frozen=True)
 class GroupMean:
-    """Â_i = r_i − mean(r of its group).
+    """Subtract the mean of the group: Â_i = r_i − mean(r of its group).
 
-    Source: Dr.GRPO (arXiv 2503.20783, §3.2). No division by the standard deviation, which would over-weight questions
-    that are almost always or almost never solved.
+    Source: Dr.GRPO (arXiv 2503.20783, §3.2). It does not divide by the standard deviation, which would over-weight
+    questions that are almost always or almost never solved.
     """
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
@@ -26,7 +26,7 @@ class GroupMean:
 
 @dataclass(frozen=True)
 class Raw:
-    """Â_i = r_i: the reward itself is the advantage, without a baseline.
+    """Use the reward itself, without a baseline: Â_i = r_i.
 
     Source: Williams 1992; CS336 lecture 17 ("naive" deltas). The gradient is unbiased, of high variance. A row adds
     nothing to it only where its reward is exactly 0, or NaN.
@@ -38,9 +38,9 @@ class Raw:
 
 @dataclass(frozen=True)
 class GroupMax:
-    """Â_i = r_i if r_i is the group's maximum, else 0 (ties are all kept).
+    """Keep only the best reward of a group: Â_i = r_i if r_i is the group's maximum (ties are all kept), else 0.
 
-    Source: CS336 lecture 17 ("max" deltas): best-of-n imitation. Note that a group of equal rewards is *not* dead here.
+    Source: CS336 lecture 17 ("max" deltas): best-of-n imitation. A group of equal rewards is *not* dead here.
     """
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
@@ -51,9 +51,10 @@ class GroupMax:
 
 @dataclass(frozen=True)
 class PasskMargin(StdNormalized):
-    """Â = r_best − r_second for the best completion of the group, 0 for all others; 0 for all where the best is tied.
+    """Give the best completion of a group its margin over the second best, Â = r_best − r_second, and all others 0. If
+    several are best, all get 0.
 
-    Each completion's contribution to the best reward of its group: what the maximum would lose without it.
+    This is each completion's contribution to the best reward of its group: what the maximum would lose without it.
 
     Source: "Optimizing Language Models for Inference Time Objectives" (arXiv 2503.19595: pass@k with k = G, leave one
     out), as verl's ``grpo_passk``. verl divides by the group's standard deviation + 1e-6 by default (``over_std``); the
@@ -80,7 +81,8 @@ class PasskMargin(StdNormalized):
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """Â_i = r_i − mean(r_j, j ≠ i) = (r_i − mean r) · n/(n − 1), n scorable completions of the group.
+    """Subtract the mean of the other completions of the group: Â_i = r_i − mean(r_j, j ≠ i) = (r_i − mean r) · n/(n −
+    1), where n completions of the group could be scored.
 
     Source: RLOO (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740, eq. 8). Unbiased. A group with a single scorable
     completion has no baseline and gets 0. The second form is computed: it loses no digits to a large common offset.
@@ -94,9 +96,9 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class GroupZScore(StdNormalized):
-    """Â_i = (r_i − mean r)/(std r + ε), mean and std over the group.
+    """Standardise rewards within their group: Â_i = (r_i − mean r)/(std r + ε).
 
-    Source: DeepSeekMath (arXiv 2402.03300, §4.1.2). ``epsilon`` is not given there; 1e-4 is TRL's.
+    Source: DeepSeekMath (arXiv 2402.03300, §4.1.2), which gives no ε; 1e-4 is TRL's.
 
     Args:
         epsilon: added to the standard deviation, ≥ 0.
@@ -111,10 +113,11 @@ class GroupZScore(StdNormalized):
 
 @dataclass(frozen=True)
 class BatchZScore(GroupZScore):
-    """Â_i = (r_i − mean of its group)/(std of the whole batch + ε).
+    """Subtract the group's mean, and divide by the standard deviation of all rewards: Â_i = (r_i − mean of its
+    group)/(std of the whole batch + ε).
 
     Source: "Tricks or Traps" (arXiv 2508.08221, §4.1, group-level mean with batch-level std); TRL's
-    ``scale_rewards="batch"``. Keeps GRPO's scale without its per-question weights.
+    ``scale_rewards="batch"``. It keeps GRPO's scale without its per-question weights.
 
     Args:
         epsilon: added to the standard deviation, ≥ 0.

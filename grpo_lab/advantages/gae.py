@@ -16,25 +16,28 @@ LAM = 0.95
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = LAM) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of the policy's own tokens (arXiv 1506.02438, eq. 11 to 16).
+    """Return advantages and returns of the policy's own tokens, the True ones of ``mask`` (arXiv 1506.02438, eq. 11 to
+    16).
 
         δ_t = r_t + γ·V_{t⁺} − V_t        Â_t = Σ_{s ≥ t} (γλ)^{n(t,s)} δ_s        R_t = Â_t + V_t
 
-    t⁺ is the next own token, and n(t,s) counts as in ``reward_to_go``. After the last one the value is 0: a completion
-    is an episode, even if it was truncated. λ = 1 and V = 0 give the reward-to-go; λ = 0 the one-step error δ.
+    t⁺ is the next own token, and n(t,s) counts own tokens as in ``reward_to_go``. After the last one the value is 0: a
+    completion is an episode, even if it was truncated. λ = 1 and V = 0 give the reward-to-go; λ = 0 gives the one-step
+    error δ.
 
     Args:
         rewards: ``[B, T]``, read only where ``mask`` is True.
-        values: ``[B, T]``, the critic's, in units of the reward; read only where ``mask`` is True.
+        values: V, ``[B, T]``, the critic's, in units of the reward; read only where ``mask`` is True. Detach them
+            first.
         mask: bool ``[B, T]``.
-        gamma: discount in [0, 1] per own token.
+        gamma: discount γ in [0, 1] per own token.
         lam: λ in [0, 1], how far errors of the values reach back.
 
     Returns:
-        ``(advantages, returns)``, both ``[B, T]`` and 0 where ``mask`` is False; detach ``values`` first.
+        ``(advantages, returns)``, both ``[B, T]`` and 0 where ``mask`` is False.
 
     Raises:
-        ValueError: γ or λ outside [0, 1], or shapes that differ or are not ``[B, T]``.
+        ValueError: γ or λ is outside [0, 1], or shapes differ or are not ``[B, T]``.
     """
     check_discount("gamma", gamma)
     check_discount("lam", lam)
@@ -54,13 +57,13 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
 class GAE:
     """``gae`` as a rule of level ``token``: advantages from the rewards of this rank's tokens and a critic's values.
 
-    Reads ``table.local.rewards`` and ``table.local.values``, which a trainer with a critic (``value``) puts there.
-    Whitening is the trainer's: it takes the tokens of all ranks.
+    It reads ``table.local.rewards`` and ``table.local.values``, which a trainer with a critic (``value``) puts there.
+    The trainer whitens the result, since that takes the tokens of all ranks.
 
     Source: GAE (arXiv 1506.02438); γ = 1 and λ = 0.95 are PPO's usual ones for language models.
 
     Args:
-        gamma: discount in [0, 1] per own token.
+        gamma: discount γ in [0, 1] per own token.
         lam: λ in [0, 1].
     """
 
@@ -75,6 +78,8 @@ class GAE:
         check_discount("`advantage.lam`", self.lam)
 
     def __call__(self, table: RewardTable) -> Tensor:
+        """Return advantages ``[B, T]`` of this rank's rows. Raises ValueError for a table without a critic's values
+        (``local``)."""
         local = table.local
         if local is None or local.rewards is None or local.values is None:
             said = "which reads a critic's values, and the table has none (`table.local`)"

@@ -14,7 +14,8 @@ from torch import Tensor
 def by_group(rewards: Tensor, group_size: int) -> Tensor:
     """Check rewards ``[N]`` and return them by group, ``[N/G, G]``, in float64.
 
-    In float32, a reward of 1 keeps only three digits of a KL penalty of 1e-4.
+    Advantages are differences of nearly equal numbers: in float32 a reward of 1 keeps only three digits of a KL penalty
+    of 1e-4. Raises ValueError for rewards that are not ``[N]`` of a float type, not whole groups, or infinite.
     """
     if rewards.dim() != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a float tensor [N], got {tuple(rewards.shape)} {rewards.dtype}")
@@ -29,15 +30,16 @@ def group_average(grouped: Tensor) -> Tensor:
     """Return the mean of each group, ``[N/G, 1]``, leaving out NaN. A group of equal rewards gets *exactly* that
     reward.
 
-    ``mean([0.1] * 6)`` is not exactly 0.1: such rows, whose advantage is 0 by the formula, could not be skipped.
+    A float mean would miss it: ``mean([0.1] * 6)`` is not exactly 0.1. The advantages of such a group would then not be
+    exactly 0, as the formula says, and its rows could not be left out of the update.
     """
     first = grouped.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     return torch.where(is_dead(grouped).unsqueeze(1), first, grouped.nanmean(dim=1, keepdim=True))
 
 
 def is_dead(grouped: Tensor) -> Tensor:
-    """Return bool ``[N/G]``: True if all rewards of the group that are not NaN are equal, or all are NaN. The rules
-    that subtract the mean then give 0."""
+    """Return bool ``[N/G]``: True if all rewards of the group that are not NaN are equal, or all are NaN. Rules that
+    subtract the mean give such a group 0."""
     groups, size = grouped.shape
     number = torch.arange(groups, device=grouped.device).repeat_interleave(size)
     return has_equal(grouped.reshape(-1), number, groups)
@@ -45,7 +47,12 @@ def is_dead(grouped: Tensor) -> Tensor:
 
 def has_equal(values: Tensor, group: Tensor, groups: int) -> Tensor:
     """Return bool ``[groups]``: True if all values of the group that are not NaN are equal, or there are none.
-    ``group`` holds the group number of each value."""
+
+    Args:
+        values: float ``[n]``.
+        group: long ``[n]``, the number of each value's group.
+        groups: number of groups.
+    """
     high = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.nan_to_num(nan=-torch.inf), "amax")
     low = values.new_full((groups,), torch.inf).scatter_reduce(0, group, values.nan_to_num(nan=torch.inf), "amin")
     return high <= low
@@ -81,7 +88,12 @@ def check_epsilon(epsilon: float) -> None:
 
 @dataclass(frozen=True)
 class StdNormalized:
-    """Knobs of the rules that divide by a standard deviation: which one, and what is added to it."""
+    """Knobs of the rules that divide by a standard deviation.
+
+    Args:
+        epsilon: added to the standard deviation, ≥ 0.
+        std: ``sample`` (n − 1 in the denominator) or ``population`` (n).
+    """
 
     epsilon: float = 1e-4
     std: str = "sample"

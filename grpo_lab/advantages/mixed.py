@@ -14,12 +14,12 @@ from grpo_lab.batch import RewardTable
 
 @dataclass(frozen=True)
 class MixedAdvantage:
-    """Apply each rule to the table of its own tasks' rows. Tasks that share a rule are one table.
+    """Apply to the rows of each task the task's own rule. Tasks that share a rule are one table.
 
-    A rule over the whole batch (``batch_zscore``) thus sees the rows of its tasks, and of no other.
+    So a rule over the whole batch (``batch_zscore``) sees the rows of its tasks, and of no other.
 
     Args:
-        rules: (rule of level ``row`` or ``table``, the numbers of its tasks).
+        rules: pairs of a rule of level ``row`` or ``table`` and the numbers of its tasks.
     """
 
     rules: tuple[tuple[Any, tuple[int, ...]], ...]
@@ -27,6 +27,7 @@ class MixedAdvantage:
 
     @property
     def takes_penalty(self) -> bool:
+        """Return whether every rule takes a KL penalty in the reward (``whiten.takes_penalty``)."""
         return all(takes_penalty(rule) for rule, _ in self.rules)
 
     @property

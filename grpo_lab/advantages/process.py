@@ -17,28 +17,34 @@ from grpo_lab.batch import RewardTable
 
 @dataclass(frozen=True)
 class Process(StdNormalized):
-    """Â_{i,t} = Σ_{j: index(j) ≥ t} r̃_i^{(j)},  r̃ = (r − mean R)/(std R + ε), R = all step scores of the group.
+    """Give each token the sum of the standardised scores of its own step and all later ones:
 
-    Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). ε and ``std`` are those of ``group_zscore``:
-    with one step a completion, ending at its last token, this is outcome GRPO to the last bit.
+        Â_{i,t} = Σ_{j: index(j) ≥ t} r̃_i^{(j)},    r̃ = (r − mean R)/(std R + ε),    R = all step scores of the group
 
-    It works in two stages: ``normalised`` on the small table of all ranks, then ``spread`` onto the tokens of this
-    rank's rows. Tokens after a row's last scored step, rows without one and steps that could not be scored get 0. So
-    does a group whose steps all have the same score.
+    index(j) is the last token of step j. Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). With one
+    step per completion, ending at its last token, this is outcome GRPO (``group_zscore``) to the last bit.
 
-    Called on a whole table, it returns the sum Â = Σ_c w_c · process(steps of column c) + z-score of the outcome within
-    the group. The outcome is the weighted sum of all columns that hold no steps.
+    A table may have several columns c of step scores with weights w_c, and columns that score whole completions. Then Â
+    is Σ_c w_c · (the sum above of column c) plus the z-score of the outcome within the group. The outcome is the
+    weighted sum of all columns that hold no steps.
+
+    The rule works in two stages: ``normalised`` on the small table of all ranks, then ``spread`` onto the tokens of
+    this rank's rows. Tokens after a row's last scored step, rows without one and steps that could not be scored get 0.
+    So does a group whose steps all have the same score.
+
+    Args:
+        epsilon: ε, added to the standard deviation, ≥ 0.
+        std: ``sample`` (n − 1 in the denominator) or ``population`` (n).
     """
 
     level: ClassVar[str] = "token"
     reads_steps: ClassVar[bool] = True
-    #: Whether a KL per completion is taken from the outcome's reward. Without an outcome it would be compared with
-    #: itself alone.
+    #: The KL of a completion (``kl.per: sequence``) is subtracted from its outcome; without an outcome it is refused.
     penalises_outcome: ClassVar[bool] = True
 
     def __call__(self, table: RewardTable) -> Tensor:
-        """Return advantages ``[B, T]`` (float64) of this rank's rows. Raises ValueError for a table without them
-        (``local``)."""
+        """Return advantages ``[B, T]`` (float64) of this rank's rows. Raises ValueError for a table without ``local``
+        rows."""
         if table.local is None:
             raise ValueError("`process` makes advantages per token and was called on a table without `local` rows")
         rows = table.local.rows
@@ -55,7 +61,7 @@ class Process(StdNormalized):
         return total
 
     def normalised(self, table: StepTable) -> StepTable:
-        """Return the table with r̃ in place of the scores; 0 for a step that could not be scored."""
+        """Return the step table with r̃ in place of the scores; 0 for a step that could not be scored."""
         group = table.row // table.group_size
         groups = table.rows // table.group_size
         first = torch.searchsorted(group, torch.arange(groups, device=group.device))
@@ -73,7 +79,8 @@ class Process(StdNormalized):
 def outcome_of(table: RewardTable) -> RewardTable | None:
     """Return the table without the columns of step rewards, or ``None`` if there is no other reward.
 
-    A row that no other reward could score stays NaN: a penalty beside it does not make its reward 0.
+    A row that no other reward could score stays NaN. A penalty (KL) beside the reward would otherwise make its sum a
+    number.
     """
     columns = len(table.names)
     kept = [column for column in range(columns) if column not in table.steps]

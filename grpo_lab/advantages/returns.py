@@ -15,20 +15,23 @@ from grpo_lab.batch import RewardTable, safe
 
 
 def check_discount(name: str, value: float) -> None:
+    """Raise ValueError unless ``value`` is a number in [0, 1]; ``name`` is its name in the message."""
     if not (math.isfinite(value) and 0 <= value <= 1):
         raise ValueError(f"{name} is {value}; it must lie in [0, 1]")
 
 
 def reward_to_go(values: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """G_t = Σ_{s ≥ t, s own} γ^{n(t,s)} · v_s, with n(t,s) own tokens from t (inclusive) to s (exclusive).
+    """Return the discounted sum of the values from each token on, ``[B, T]``:
+
+        G_t = Σ_{s ≥ t, s own} γ^{n(t,s)} · v_s,    n(t,s) = own tokens from t (inclusive) to s (exclusive)
 
     Own tokens are those that the policy generated (``mask``). Tool output and padding are no time steps and get 0. The
     sum is computed in log₂ T passes: after pass k a token holds the sum over its next 2ᵏ own tokens.
 
     Args:
-        values: ``[B, T]``; read only where ``mask`` is True.
+        values: v, ``[B, T]``; read only where ``mask`` is True.
         mask: bool ``[B, T]``.
-        gamma: discount in [0, 1] per own token.
+        gamma: discount γ in [0, 1] per own token.
     """
     check_discount("gamma", gamma)
     order = (~mask).long().argsort(dim=1, stable=True)  # own tokens first, in their order
@@ -52,16 +55,17 @@ DELTAS: dict[str, Callable[[], Callable[[Tensor, int], Tensor]]] = {
 
 
 def check_delta(name: str) -> None:
+    """Raise ValueError unless the knob ``delta`` is the name of a rule in ``DELTAS``."""
     if name not in DELTAS:
         raise ValueError(f"`advantage.delta` is {name!r}; it must be one of {tuple(DELTAS)}")
 
 
 @dataclass(frozen=True)
 class Returns:
-    """Â_{i,t} = Σ_{k ≥ t} γ^{n(t,k)} r_{i,k}, where r_{i,k} is Δ_i on the last own token and 0 before it.
+    """Pay a completion's advantage Δ_i at its last own token, and give each token its discounted return: Â_{i,t} =
+    γ^{own tokens after t} · Δ_i.
 
-    Δ_i is what ``delta`` makes of the completion's reward; n(t,k) counts own tokens as in ``reward_to_go``. So Â_{i,t}
-    = γ^{own tokens after t} · Δ_i; with γ = 1 every token gets Δ_i.
+    Δ_i is what ``delta`` makes of the completion's reward. With γ = 1 every token gets Δ_i.
 
     Source: Williams 1992; the return and the deltas: CS336 lecture 17. With γ < 1 and a centred delta, what is
     subtracted depends on how long the completion still goes on. It is then no baseline but a part of the reward
@@ -69,7 +73,7 @@ class Returns:
 
     Args:
         gamma: γ in [0, 1], per own token.
-        delta: how Δ is made of a group's rewards: ``raw``, ``group_mean``, ``group_zscore``, ``leave_one_out``,
+        delta: the rule that makes Δ of a group's rewards: ``raw``, ``group_mean``, ``group_zscore``, ``leave_one_out``,
             ``group_max``.
     """
 
@@ -82,8 +86,8 @@ class Returns:
         check_delta(self.delta)
 
     def __call__(self, table: RewardTable) -> Tensor:
-        """Return advantages ``[B, T]`` (float64) of this rank's rows. Raises ValueError for a table without them
-        (``local``)."""
+        """Return advantages ``[B, T]`` (float64) of this rank's rows. Raises ValueError for a table without ``local``
+        rows."""
         if table.local is None:
             raise ValueError("`returns` makes advantages per token and was called on a table without `local` rows")
         mask = table.local.mask

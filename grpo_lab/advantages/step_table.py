@@ -18,7 +18,10 @@ class StepTable:
         end: long ``[S]``, index of the step's last token within the completion (0 = first), ascending within a row.
         score: float64 ``[S]``; NaN where the step could not be scored.
         rows: N. A completion may have no step at all.
-        group_size: G; groups are contiguous, ``N % G == 0``.
+        group_size: G; the completions of a group are neighbours, ``N % G == 0``.
+
+    Raises:
+        ValueError: the tensors do not fit each other, are not in this order, or a score is infinite.
     """
 
     row: Tensor
@@ -42,7 +45,8 @@ class StepTable:
 
     @staticmethod
     def of(steps: list[list[tuple[int, float | None]]], group_size: int) -> StepTable:
-        """Make the table from ``[[(end_token, score), …], …]``, one list a completion (empty: no step was scored)."""
+        """Make the table from ``[[(end_token, score), …], …]``: one list per completion, empty if it has no step. A
+        score of None is one that could not be given."""
         flat = [(row, end, score) for row, ends in enumerate(steps) for end, score in ends]
         return StepTable(
             row=torch.tensor([row for row, _, _ in flat], dtype=torch.long),
@@ -53,13 +57,14 @@ class StepTable:
         )
 
     def local(self, rows: slice) -> StepTable:
-        """Return the steps of a slice of rows, such as a rank's own. Rows are counted from the slice's first; each is a
-        group by itself."""
+        """Return the steps of a slice of rows, such as a rank's own. In the result rows are numbered from the start of
+        the slice, and each row is a group by itself."""
         mine = (self.row >= rows.start) & (self.row < rows.stop)
         return StepTable(self.row[mine] - rows.start, self.end[mine], self.score[mine], rows.stop - rows.start, 1)
 
     def picked(self, rows: Tensor) -> StepTable:
-        """Return the steps of the rows in ``rows`` (long ``[M]``, whole groups), in that order."""
+        """Return the steps of the rows in ``rows`` (long ``[M]``, whole groups), in that order; rows are numbered
+        anew."""
         rows = rows.to(self.row.device)
         first = torch.searchsorted(self.row, rows)
         count = torch.searchsorted(self.row, rows, right=True) - first
@@ -78,7 +83,8 @@ class StepTable:
 
 
 def spread(steps: StepTable, width: int) -> Tensor:
-    """Return ``[B, width]``: at token t, the sum of the scores of the row's steps that end at t or later.
+    """Spread step scores over tokens: return ``[B, width]``, at token t the sum of the scores of the row's steps that
+    end at t or later.
 
     Raises ValueError if a step ends beyond the width.
     """

@@ -14,11 +14,12 @@ from grpo_lab.advantages.group import VERLS_EPSILON, by_group, check_epsilon, gr
 
 @dataclass(frozen=True)
 class MaxRL:
-    """Â_i = (r_i − μ)/(μ + ε), μ the mean of the group's rewards; 0 where no completion earned anything (μ = 0).
+    """Divide the distance from the group's mean by that mean: Â_i = (r_i − μ)/(μ + ε), μ the mean of the group's
+    rewards; 0 where no completion earned anything (μ = 0).
 
-    A question that is solved with probability p weighs 1/p, as in the gradient of log p, where GRPO's weighs 1/√(p(1 −
-    p)) and RLOO's 1. With N completions this is the gradient of log p cut after its N-th term, whose k-th is pass@k
-    divided by k.
+    A question that is solved with probability p weighs 1/p, as in the gradient of log p; GRPO gives it 1/√(p(1 − p)),
+    RLOO 1. log p is a series whose k-th term is pass@k divided by k (up to a constant), and with N completions the
+    expected gradient is that of its first N terms.
 
     Source: MaxRL (arXiv 2602.02710, algorithm 1), for rewards of 0 and 1. ε is not in the paper; 1e-6 is that of the
     authors' code (tajwarfahim/maxrl). How we differ: a group of one scorable completion gets 0 (theirs divides its
@@ -26,9 +27,6 @@ class MaxRL:
 
     Args:
         epsilon: added to the mean, ≥ 0.
-
-    Raises ValueError for a negative reward: the mean is no success rate then, and may be negative, which would turn
-    all signs of its group.
     """
 
     takes_penalty: ClassVar[bool] = False
@@ -38,6 +36,8 @@ class MaxRL:
         check_epsilon(self.epsilon)
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
+        """Return advantages ``[N]``. Raises ValueError for a negative reward: the mean is then no success rate, and
+        might be negative, which would turn all signs of its group."""
         grouped = by_group(rewards, group_size)
         if (grouped < 0).any():
             lowest = grouped.nan_to_num(nan=0.0).min().item()
@@ -51,22 +51,22 @@ class MaxRL:
 
 @dataclass(frozen=True)
 class PassAtK:
-    """The advantage of a completion under the reward pass@k, averaged over all k-subsets of its group.
+    """The advantage of a completion under the reward pass@k, averaged over all k-subsets of its group:
 
         R̄ = 1 − C(m, k)/C(n, k)      σ = √(R̄(1 − R̄))      n completions of the group, m of them failures
         Â = (1 − R̄)/(σ + ε)                                    for a success
         Â = (1 − R̄ − C(m − 1, k − 1)/C(n − 1, k − 1))/(σ + ε)  for a failure
 
     A completion is a success if its reward (the weighted sum) is at least ``success``. With fewer than k failures every
-    subset is right, and all advantages are exactly 0: easy questions are left alone.
+    subset holds a success, and all advantages are exactly 0: easy questions are left alone.
 
     Source: "Pass@k Training" (arXiv 2508.10751, analytical derivation; RUCAIBox/Passk_Training, whose ε of 1e-6 this
-    is). The authors try several k; the default is ours. How we differ: successes by a threshold, where theirs are
-    rewards of exactly 1; unscorable completions count neither in n nor in m.
+    is). The authors try several k; the default is ours. How we differ: a success is a reward of at least a threshold,
+    not of exactly 1; unscorable completions count neither in n nor in m.
 
     Args:
-        k: completions that are drawn together, ≥ 1. A group with k or fewer scorable completions gets 0: all subsets
-            are the group itself. So a run needs ``num_generations`` > k.
+        k: completions that are drawn together, ≥ 1. In a group with k or fewer scorable completions the only subset is
+            the group itself, and all get 0. So a run needs ``num_generations`` > k.
         success: smallest reward of a success.
         epsilon: added to σ, ≥ 0.
     """

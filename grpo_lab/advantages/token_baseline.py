@@ -14,21 +14,23 @@ from grpo_lab.batch import RewardTable, safe
 
 @dataclass(frozen=True)
 class OptimalTokenBaseline:
-    """Â_{i,t} = r_i − B_t, where B_t is the mean reward of the group's completions that have a token t, weighted by W.
+    """Subtract a baseline of its own at each token: Â_{i,t} = r_i − B_t. B_t is the weighted mean reward of the group's
+    completions that have a token t.
 
         B_t = Σ_i r_i W_{i,t} / Σ_i W_{i,t}     W_{i,t} = Σ_{j ≤ t} w_{i,j}     w = 1 − 2π(y) + Σ_v π(v)²
 
-    w is the squared norm of the score of a token by the logits. So B_t minimises the variance of the gradient, if
-    tokens' scores are orthogonal and the network below the logits is left out. t counts the policy's own tokens; tool
-    output is skipped. π is the policy at generation, at the sampling temperature.
+    w is the squared norm of the gradient of a token's log-prob by the logits. If these gradients are orthogonal for
+    different tokens, and the network below the logits is left out of account, B_t minimises the variance of the policy
+    gradient. t counts the policy's own tokens; tool output is skipped. π is the policy at generation, at the sampling
+    temperature.
 
-    A group of equal rewards gets exactly 0. So does the end of its longest completion, beyond the second longest: no
-    other has such a token, and B_t is its own reward.
+    A group of equal rewards gets exactly 0. So do the tokens of its longest completion that no other completion has:
+    there B_t is the completion's own reward.
 
-    Source: "The Optimal Token Baseline" (arXiv 2602.07078) as verl's ``optimal_token_baseline``, which adds 1e-8 to the
-    denominator (here a t of which all W are 0 has the group's mean); over own tokens as its ``tir_`` variant, whose
-    knob ``handle_zero_tail`` (B_t = 0 at that end) is left out. With the sampler's weights ρ verl can put ρ²w in place
-    of w; this is left out, too. Cost: a forward without gradient over the generation batch.
+    Source: "The Optimal Token Baseline" (arXiv 2602.07078) as verl's ``optimal_token_baseline``. verl adds 1e-8 to the
+    denominator; here B_t is the group's mean if all W are 0. Counting own tokens only is verl's ``tir_`` variant; its
+    knob ``handle_zero_tail`` (B_t = 0 where no other completion has the token) is left out. So is verl's ρ²w in place
+    of w, with the sampler's weights ρ. Cost: a forward without gradient over the generation batch.
     """
 
     level: ClassVar[str] = "token"
@@ -64,5 +66,5 @@ class OptimalTokenBaseline:
 
 
 def reads_token_energy(rule: Any) -> bool:
-    """Return whether the rule reads the squared norm of each token's score."""
+    """Return whether the rule reads w of each token (``LocalRows.token_energy``)."""
     return bool(getattr(rule, "reads_token_energy", False))

@@ -16,21 +16,21 @@ from grpo_lab.batch import RewardTable
 
 @dataclass(frozen=True)
 class TurnGAE:
-    """Bi-level GAE:
+    """Compute GAE at two levels, first over the turns of a completion and then over the tokens of each turn:
 
         over turns      Â_k = Σ_{j ≥ k} (γ_turn λ)^{j−k} δ_j,   δ_k = r_k + γ_turn V_{k+1} − V_k,   G_k = Â_k + V_k
         within turn k   ``gae`` with γ and λ, where the turn's last token earns G_k and nothing follows
 
-    V_k is the critic's value before the last own token of turn k, r_k what that token earns: the turn's score, and in
-    the last turn the outcome. So the last token of a turn gets Â_k. A KL charged per token counts within its turn. The
-    critic learns Â + V at every own token.
+    V_k is the critic's value at the last own token of turn k. r_k is what that token earns: the turn's score, and in
+    the last turn the outcome as well. So the last token of a turn gets Â_k. A KL charged per token counts within its
+    turn. The critic learns Â + V at every own token.
 
     Source: RAGEN (arXiv 2504.20073; the formulas are those of its code, with one λ as there; VAGEN's code has a second
     one). There a turn's end is where a reward is not 0; here a turn of score 0 is a turn, too.
 
     Args:
         gamma: γ in [0, 1] per own token within a turn.
-        lam: λ in [0, 1].
+        lam: λ in [0, 1], at both levels.
         turn_gamma: γ_turn in [0, 1], per turn.
     """
 

@@ -1,7 +1,8 @@
 """Turns of a generation batch as tensors ``[N, K]``: their scores, their ends, what follows them, and their tokens.
 
-A turn's score is a step score that ends at the turn's last own token (``rewards.TurnRewards``; any step reward that
-scores every turn, ``None`` included, will do). Token t belongs to the first turn that ends at t or later.
+N are the completions, K is the number of turns of the completion with most turns. A turn's score is a step score that
+ends at the turn's last own token (``rewards.TurnRewards``; any step reward that scores every turn, ``None`` included,
+will do). Token t belongs to the first turn that ends at t or later.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ NO_TURN = torch.iinfo(torch.long).max
 
 
 def scored_turns(table: RewardTable) -> tuple[Tensor, Tensor]:
-    """Return scores ``[N, K]`` (float64) and ends ``[N, K]`` (long) of all turns, K of the completion with most turns.
+    """Return scores (float64) and ends (long) of all turns, both ``[N, K]``.
 
-    A score is Σ_c w_c · score_c over the step rewards c. It is NaN where none of them scored the turn, and where a
-    completion has no such turn; there the end is ``NO_TURN``. Raises ValueError if no reward scores steps, or if two
-    of them end their steps at different tokens.
+    A score is Σ_c w_c · score_c over the step rewards c. It is NaN where none of them scored the turn. A turn that a
+    completion does not have has a score of NaN and the end ``NO_TURN``. Raises ValueError if no reward scores steps, or
+    if two of them end their steps at different tokens.
     """
     if not table.steps:
         raise ValueError("the advantage rule reads scores of turns, and no reward of the table has any (`table.steps`)")
@@ -48,12 +49,12 @@ def scored_turns(table: RewardTable) -> tuple[Tensor, Tensor]:
 
 
 def known_sum(parts: Tensor) -> Tensor:
-    """Sum over the first axis, leaving out NaN; NaN where all are."""
+    """Sum over the first axis, leaving out NaN; the sum is NaN where all parts are."""
     return parts.nansum(0).masked_fill(parts.isnan().all(0), math.nan)
 
 
 def outcome_of_rows(table: RewardTable) -> Tensor:
-    """Return the weighted sum ``[N]`` of all rewards that score no steps; NaN where there is none."""
+    """Return the weighted sum ``[N]`` of all rewards that score no steps; NaN for a row without one."""
     found = outcome_of(table)
     if found is None:
         return torch.full((table.values.size(0),), math.nan, dtype=torch.float64)
@@ -63,8 +64,8 @@ def outcome_of_rows(table: RewardTable) -> Tensor:
 def discounted(scores: Tensor, gamma: float) -> Tensor:
     """Return R_k = Σ_{j ≥ k} γ^{j−k} r_j of scores ``[N, K]``; NaN where neither turn k nor a later one was scored.
 
-    Returns have float32's resolution, as sums of rewards have (``RewardTable.total``): what is equal on paper is equal
-    here, so that its advantage is exactly 0.
+    Returns are rounded to float32's resolution, as sums of rewards are (``RewardTable.total``). So returns that are
+    equal on paper are equal here, and their advantage is exactly 0.
     """
     found = torch.full_like(scores, math.nan)
     later = torch.zeros_like(scores[:, 0])
@@ -77,28 +78,30 @@ def discounted(scores: Tensor, gamma: float) -> Tensor:
 
 
 def paid_at_the_end(outcome: Tensor, ends: Tensor, gamma: float) -> Tensor:
-    """Return γ^{K_i − k} · o_i ``[N, K]``, what turn k gets of an outcome ``[N]`` that is paid in turn K_i, the last;
-    NaN where a completion has no turn k, or no outcome."""
+    """Return γ^{K_i − k} · o_i ``[N, K]``: what turn k gets of an outcome ``[N]`` that is paid in the last turn, K_i.
+    It is NaN where a completion has no turn k, or no outcome."""
     left = (ends != NO_TURN).flip(1).cumsum(1).flip(1)  # turns from k on, k included
     paid = outcome.unsqueeze(1) * gamma ** (left - 1).clamp(min=0).double()
     return paid.masked_fill(left == 0, math.nan)
 
 
 def turn_of_tokens(ends: Tensor, width: int) -> Tensor:
-    """Return long ``[B, width]``: the index of each token's turn; one more than the last turn's behind it."""
+    """Return the index of each token's turn, long ``[B, width]``. Tokens behind the last turn have the index after
+    it."""
     places = torch.arange(width).expand(ends.size(0), width).contiguous()
     return torch.searchsorted(ends.contiguous(), places)
 
 
 def over_tokens(of_turns: Tensor, ends: Tensor, width: int) -> Tensor:
-    """Return ``[B, width]``: at each token the number ``[B, K]`` of its turn, and 0 behind the last turn."""
+    """Spread a number per turn ``[B, K]`` over tokens: return ``[B, width]``, the number of each token's turn, and 0
+    behind the last turn."""
     held = torch.nn.functional.pad(of_turns.masked_fill(ends == NO_TURN, 0.0), (0, 1))
     return held.gather(1, turn_of_tokens(ends, width))
 
 
 def on_own_tokens(steps: StepTable, mask: Tensor) -> Tensor:
-    """Return ``[B, T]``: the scores of a rank's steps, each on the last own token (``mask``) that is not behind its
-    end. Unscored steps are left out."""
+    """Return ``[B, T]``: each step's score at the last token that the policy wrote (``mask``) at or before the step's
+    end, and 0 elsewhere. Unscored steps are left out."""
     places = torch.arange(mask.size(1), device=mask.device)
     row = steps.row.to(mask.device)
     at = (places * mask).cummax(dim=1).values[row, steps.end.to(mask.device)]

@@ -1,7 +1,8 @@
 """Whitening over the unmasked tokens of all ranks: each rank computes moments, these are joined, and each whitens its
 rows.
 
-The attribute ``level`` of a rule, never its type, says whether it makes one advantage per completion or per token:
+The functions below ask an advantage rule what it is, by its attributes and never by its type. Its ``level`` says
+whether it makes one advantage per completion or per token:
 
     level = "row"      (default)  rule(rewards [N], group_size) -> [N], on the rewards of all ranks
     level = "table"               rule(table) -> [N], the same; it sees each reward, and lengths
@@ -38,10 +39,11 @@ class Moments:
 
     @staticmethod
     def joined(parts: Tensor) -> Moments:
-        """Join the moments of several parts, ``[R, 3]`` (``masked_moments`` of each), into those of their union. Parts
-        without a token count nothing.
+        """Join the moments of several parts, ``[R, 3]`` (one row of ``masked_moments`` each), into those of their
+        union. A part without tokens adds nothing.
 
-        M2 = Σ_r M2_r + Σ_r n_r (m_r − m)²: no difference of two large sums (Chan, Golub, LeVeque 1979).
+        The squared distances are added as M2 = Σ_r M2_r + Σ_r n_r (m_r − m)², which never subtracts two large sums
+        (Chan, Golub, LeVeque 1979).
         """
         counts, means, squares = parts.double().cpu().unbind(1)
         count = counts.sum()
@@ -66,13 +68,14 @@ def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, moments: Moments, shift_mean: bool = True) -> Tensor:
-    """Return ``(x − mean)/√(variance + 1e-8)``, ``+ mean`` if ``shift_mean`` is False; 0 where ``mask`` is False.
+    """Return (x − mean)/√(variance + 1e-8), or that plus the mean if ``shift_mean`` is False; 0 where ``mask`` is
+    False.
 
     Args:
-        values: ``[B, T]``.
+        values: x, ``[B, T]``.
         mask: bool ``[B, T]``.
         moments: of the tokens of all ranks.
-        shift_mean: False keeps the mean (rewards: their sign has a meaning); True makes it 0 (advantages).
+        shift_mean: True makes the mean 0 (advantages); False keeps it (rewards: their sign has a meaning).
     """
     scaled = (safe(values, mask, moments.mean) - moments.mean) / (moments.variance + EPSILON) ** 0.5
     return safe(scaled if shift_mean else scaled + moments.mean, mask)
@@ -84,7 +87,8 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 def level_of(rule: Any) -> str:
-    """Return the rule's level, ``row``, ``table`` or ``token``. Raises ``ValueError`` for another one."""
+    """Return the rule's level, ``row``, ``table`` or ``token``. Raises ValueError if its attribute ``level`` is another
+    one."""
     level = str(getattr(rule, "level", "row"))
     if level not in LEVELS:
         raise ValueError(f"an advantage rule's `level` is {level!r}; it must be one of {LEVELS} (`advantage`)")
@@ -92,19 +96,19 @@ def level_of(rule: Any) -> str:
 
 
 def reads_steps(rule: Any) -> bool:
-    """Return whether the rule computes advantages from step scores (``table.steps``). If so, a run
-    needs a step reward."""
+    """Return whether the rule computes advantages from step scores (``table.steps``), so that a run with it needs a
+    step reward."""
     return bool(getattr(rule, "reads_steps", False))
 
 
 def takes_penalty(rule: Any) -> bool:
-    """Return whether a KL may be charged to the reward that the rule reads: not where it asks for successes, or divides
-    each reward by its own deviation."""
+    """Return whether a KL penalty may be subtracted from the reward that the rule reads. It may not if the rule asks
+    which completions succeeded, or divides each reward by its own deviation."""
     return bool(getattr(rule, "takes_penalty", True))
 
 
 def token_rule(rule: Rule) -> Rule:
-    """Mark a function ``f(table) -> [B, T]`` as an advantage rule of level ``token``, which gives each token of this
-    rank's rows an advantage of its own."""
+    """Mark a function ``f(table) -> [B, T]`` as an advantage rule of level ``token``, and return it. Usable as a
+    decorator."""
     rule.level = "token"  # type: ignore[attr-defined]
     return rule

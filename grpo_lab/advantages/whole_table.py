@@ -15,16 +15,17 @@ from grpo_lab.batch import RewardTable
 
 @dataclass(frozen=True)
 class GDPO(StdNormalized):
-    """Z-scores of each reward k in its group, weighted, summed, and divided by their deviation over the batch.
+    """Standardise each reward k within its group, add up the weighted z-scores, and divide by their deviation over the
+    batch:
 
         z_ik = (r_ik − mean r_k of the group)/(std r_k of the group + ε)      s_i = Σ_k w_k z_ik
         Â_i = (s_i − mean of all s)/(std of all s + ε)
 
-    The mean of all s is 0, since each z sums to 0 in its group. It is therefore not subtracted: a group in which no
-    reward differs gets exactly 0, where its rounding would be left.
+    The mean of all s is 0, since each z sums to 0 in its group. It is therefore not subtracted: its rounding error
+    would keep a group in which no reward differs from being exactly 0.
 
     Source: GDPO (arXiv 2601.05242; NVlabs/GDPO), as TRL's ``multi_objective_aggregation: normalize_then_sum``, whose ε
-    of 1e-4 this is. A reward that could not score a completion (NaN) counts nothing in its s; a completion that none
+    of 1e-4 this is. A reward that could not score a completion (NaN) adds nothing to its s; a completion that none
     could score gets 0. (NVlabs/GDPO reads NaN as a reward of 0.)
 
     Args:
@@ -36,8 +37,8 @@ class GDPO(StdNormalized):
     takes_penalty: ClassVar[bool] = False
 
     def __call__(self, table: RewardTable) -> Tensor:
-        """Return advantages ``[N]``, float64. Raises ValueError for a table with a penalty (KL): divided by its own
-        deviation it would lose its coefficient."""
+        """Return advantages ``[N]``, float64. Raises ValueError for a table with a penalty (KL), which would lose its
+        coefficient when it is divided by its own deviation."""
         if table.penalties:
             raise ValueError(
                 "`advantage: gdpo` divides each reward by its deviation, so a KL charged to a completion's reward "
@@ -52,7 +53,7 @@ class GDPO(StdNormalized):
 
 
 def weights_of(table: RewardTable) -> Tensor:
-    """Return the length of each completion by group, float64 ``[N/G, G]``, 0 for an unscorable one. Raises ValueError
+    """Return the tokens of each completion by group, float64 ``[N/G, G]``, 0 for an unscorable one. Raises ValueError
     for a table without lengths."""
     if table.lengths is None:
         raise ValueError("the advantage rule reads how long completions are, and the table has no `lengths`")
@@ -62,10 +63,11 @@ def weights_of(table: RewardTable) -> Tensor:
 
 @dataclass(frozen=True)
 class OPO:
-    """Â_i = r_i − b with the baseline b = Σ_j l_j r_j / Σ_j l_j over the group, l_j the tokens of completion j.
+    """Subtract the group's mean reward weighted by length: Â_i = r_i − b, b = Σ_j l_j r_j / Σ_j l_j, l_j the tokens of
+    completion j.
 
-    b minimises the variance of the gradient where the squared norm of a completion's score grows as its length. Long
-    completions weigh more in it than in the mean.
+    b minimises the variance of the policy gradient if the squared norm of the gradient of a completion's log-prob is
+    proportional to its length.
 
     Source: OPO (arXiv 2505.23585); its code is verl's ``opo``. The authors train strictly on-policy, without KL and
     entropy terms. How we differ: a group with one scorable completion gets 0 (verl's baseline is 0 there).
@@ -85,14 +87,14 @@ class OPO:
 
 @dataclass(frozen=True)
 class ReinforcePPBaseline(StdNormalized):
-    """Rewards less the mean of their group, then normalised over the batch.
+    """Subtract the mean of the group, then normalise over the batch:
 
         c_i = r_i − mean of the group      Â_i = (c_i − m)/√(v + ε)      m, v: mean and variance of c over the batch
 
     ``over: tokens`` counts c_i once for each token of completion i, as the authors' OpenRLHF and verl do. m is not 0
-    then, since rewards and lengths go together, and a group of equal rewards gets −m/√(v + ε): **no group is dead**,
-    no row is left out, and ``resample`` finds nothing to replace. ``over: completions`` (ms-swift) counts each once; m
-    is 0, and such a group gets exactly 0.
+    then, since rewards and lengths go together, and a group of equal rewards gets −m/√(v + ε): **no group is dead**, no
+    row is left out, and ``resample`` finds nothing to replace. ``over: completions`` (ms-swift) counts each once; m is
+    0, and such a group gets exactly 0.
 
     Source: REINFORCE++ with baseline (arXiv 2501.03262); numbers as verl's ``reinforce_plus_plus_baseline``. OpenRLHF's
     variance is over n and at least 1e-8. The authors add a k2 KL to the loss (``kl``).

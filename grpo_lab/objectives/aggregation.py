@@ -105,8 +105,8 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "prompt_mean": prompt_mean,
 }
 
-#: Aggregation → its formula over single floats, ``literal(rows, denominators) -> float``, for the start-up proof. ``rows``
-#: holds a list of losses per completion, one loss a token.
+#: Aggregation → its formula over single floats, ``literal(rows, denominators) -> float``, for the start-up proof. In
+#: ``rows`` each completion has a list of losses, one a token.
 LITERALS: dict[Aggregation, Callable[[Rows, Denominators], float]] = {
     sequence_mean: lambda rows, d: sum(sum(row) / len(row) for row in rows) / d.rows,
     token_mean: lambda rows, d: sum(map(sum, rows)) / float(d.tokens),

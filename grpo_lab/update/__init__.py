@@ -1,4 +1,9 @@
-"""Planning of the exact update: which rows must be computed, in which micro-batch, on which rank. Pure: no trainer."""
+"""Planning of the exact update: which rows must be computed, in which micro-batch, on which rank. Pure: no trainer.
+
+The order of use: `live` says which rows contribute to the loss and whether the others may be left out. `plan` (with the
+search of `balance`) puts the rows into bins and the bins on ranks; `shared_plan` does so for bins in which each prompt
+is computed once. `Routes` then says which rows travel between ranks.
+"""
 
 from grpo_lab.update.balance import cheapest_cuts
 from grpo_lab.update.live import LiveConditions, live_rows, why_all_rows, why_stock_batches

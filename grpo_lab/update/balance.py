@@ -1,21 +1,22 @@
 """Cut rows into token-budget bins and hand the bins to ranks.
 
-The cost model. A bin of `m` rows whose longest row has `l` tokens is a tensor of `m × l` positions: that is what the
-forward and backward compute. The k-th bins of all ranks run together (with FSDP every forward is a collective). So a
-*round* of R bins lasts as long as its largest bin. Every round also costs a fixed overhead `o` (kernel launches,
-parameter gathers), measured in tokens:
+The cost model. A bin of `m` rows whose longest row has `l` tokens is a tensor of `m × l` positions (its *footprint*):
+that is what the forward and backward compute. The k-th bins of all ranks run together (with FSDP every forward is a
+collective). So a *round* of R bins lasts as long as its largest bin. Every round also costs a fixed overhead `o`
+(kernel launches, parameter gathers), measured in tokens:
 
     cost = Σ_k ( max_r  m_{r,k} · l_{r,k}  +  o )        subject to  m · l ≤ budget  (or m = 1)
 
-Contiguous cuts are enough. Order any bins by their longest row, and refill their sizes, in that order, from the rows
-sorted by length. At most Σ_{i<k} m_i rows are longer than the k-th bin's longest, so no bin grew. Hence only the cut
-points of the sorted list are searched:
+It suffices to sort the rows by length and to look for cut points of the sorted list. Proof: take any bins, order them
+by their longest row, and refill them in that order with the sorted rows, each with as many rows as it had. At most
+Σ_{i<k} m_i rows are longer than the k-th bin's longest, so no bin has grown. The cut points are found by
 
 * one rank: dynamic programming over the cut points, the exact optimum (`cheapest_cuts`);
 * several ranks: for a given number of rounds K, the smallest footprint F for which K·R bins suffice (`even_cuts`; the
   exact optimum for K = 1), and the K with the lowest cost (`choose_cuts`).
 
-Everything is integer arithmetic on sorted lengths: the same table gives the same plan on every rank.
+Then `assign_bins` gives each bin a round and a rank, and `even_out` swaps rows between ranks until their tokens are
+even. All of it is integer arithmetic on sorted lengths, so the same table gives the same plan on every rank.
 """
 
 from __future__ import annotations
@@ -38,9 +39,14 @@ SWAP_WORK = 5_000_000  # pairs of rows looked at before swapping stops: a bound 
 def cheapest_cuts(lengths: Ints, budget: int, overhead: int) -> Ints:
     """Return the start positions of the bins that minimise Σ (rows × longest + overhead) for one rank, exactly.
 
-    g(j) = min_c  c·l_j + o + g(j + c)   over 1 ≤ c ≤ max(1, ⌊budget / l_j⌋),   g(n) = 0.
+        g(j) = min_c  c·l_j + o + g(j + c)   over 1 ≤ c ≤ max(1, ⌊budget / l_j⌋),   g(n) = 0
 
-    lengths [n]: tokens, longest first, each ≥ 1. Ties go to the larger bin.
+    g(j) is the lowest cost of the rows from the j-th on, c the rows of their first bin. Ties go to the larger bin.
+
+    Args:
+        lengths: [n], tokens of each row, longest first, each ≥ 1.
+        budget: largest footprint of a bin, in tokens; a longer row has a bin to itself.
+        overhead: cost of a bin beside its footprint, in tokens.
     """
     n = lengths.size
     best = np.zeros(n + 1, dtype=np.int64)
@@ -60,11 +66,15 @@ def cheapest_cuts(lengths: Ints, budget: int, overhead: int) -> Ints:
 
 
 def greedy_runs(negated: list[int], footprint: int) -> list[tuple[int, int, int]]:
-    """Fill bins from the longest row on, each with as many rows as fit into `footprint`. Return runs (start, rows per
-    bin, bins).
+    """Fill bins from the longest row on, each with as many rows as fit into `footprint`.
 
-    The rows per bin, ⌊footprint / longest⌋, only grow along the sorted list. The walk jumps from one value to the next,
-    so its time grows with √n. `negated` are the lengths × −1, ascending.
+    Neighbouring bins with equally many rows are returned as one run, (start, rows per bin, bins). The rows per bin,
+    ⌊footprint / longest⌋, only grow along the sorted list, and the walk jumps from one value to the next. So its time
+    grows with √n.
+
+    Args:
+        negated: the lengths × −1, ascending, so the longest row first.
+        footprint: positions of a bin, in tokens.
     """
     runs = []
     position = 0
@@ -78,10 +88,17 @@ def greedy_runs(negated: list[int], footprint: int) -> list[tuple[int, int, int]
 
 
 def even_cuts(negated: list[int], total: int, bins: int, budget: int) -> Ints | None:
-    """Return the starts of at most `bins` bins whose largest footprint is as small as possible and ≤ budget; None if
-    they do not suffice.
+    """Return the starts of at most `bins` bins whose largest footprint is as small as possible and ≤ budget; None if so
+    few bins do not suffice.
 
-    Found by bisection on the footprint: the greedy walk needs fewer bins as it grows. A longer row has a bin to itself.
+    The footprint is found by bisection, since the greedy walk needs fewer bins as the footprint grows. A row longer
+    than the budget has a bin to itself.
+
+    Args:
+        negated: the lengths × −1, ascending.
+        total: sum of the lengths.
+        bins: largest number of bins.
+        budget: largest footprint, in tokens.
     """
 
     def needed(footprint: int) -> int:
@@ -102,12 +119,13 @@ def even_cuts(negated: list[int], total: int, bins: int, budget: int) -> Ints | 
 
 
 def footprints(lengths: Ints, starts: Ints) -> Ints:
-    """Return rows × longest of each bin, in tokens."""
+    """Return rows × longest of each bin, in tokens. `lengths` are sorted longest first, `starts` are the bins' first
+    rows."""
     return np.diff(np.append(starts, lengths.size)) * lengths[starts]
 
 
 def rounds_cost(sizes: Ints, num_ranks: int, overhead: int) -> int:
-    """Return Σ over rounds of (largest footprint + overhead) when bins of similar size run together."""
+    """Return Σ over rounds of (largest footprint + overhead), in tokens, if bins of similar footprint share a round."""
     largest = np.sort(sizes)[::-1][::num_ranks]
     return int(largest.sum()) + overhead * largest.size
 
@@ -115,8 +133,9 @@ def rounds_cost(sizes: Ints, num_ranks: int, overhead: int) -> int:
 def choose_cuts(lengths: Ints, num_ranks: int, budget: int, overhead: int) -> Ints:
     """Return the starts of the cheapest bins found, for `lengths` [n ≥ 1] sorted longest first.
 
-    With several ranks the number of rounds K runs upward from the fewest that the budget allows. It stops when even a
-    plan without padding would cost more than the best one, or four values of K brought nothing.
+    With several ranks the number of rounds K runs upward from the fewest that the budget allows. The search ends when
+    even a plan without padding would cost more than the best one, or after four values of K in a row without a better
+    plan.
     """
     if num_ranks == 1 and lengths.size <= EXACT_ROWS:
         return cheapest_cuts(lengths, budget, overhead)
@@ -144,8 +163,8 @@ def choose_cuts(lengths: Ints, num_ranks: int, budget: int, overhead: int) -> In
 def assign_bins(lengths: Ints, starts: Ints, num_ranks: int) -> tuple[Ints, Ints]:
     """Return the round and the rank of every bin: (rounds [b], ranks [b]).
 
-    Bins of similar footprint share a round, the largest first (the memory peak comes at once, not late). Within a round
-    the rank with the fewest tokens so far gets the bin with the most.
+    Bins of similar footprint share a round. The largest run first, so that the memory peak comes at once and not late.
+    Within a round the rank with the fewest tokens so far gets the bin with the most.
     """
     sizes = footprints(lengths, starts)
     live = np.add.reduceat(lengths, starts)
@@ -169,10 +188,18 @@ def assign_bins(lengths: Ints, starts: Ints, num_ranks: int) -> tuple[Ints, Ints
 def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: int, budget: int) -> Ints:
     """Swap rows between ranks until their tokens are even; return the new bin of every row [n].
 
-    A bin smaller than the largest of its round leaves its rank idle at the end of it. A longer row swapped into it uses
-    that time, and takes tokens off a heavier rank. No round gets longer; no bin exceeds the budget or changes its
-    number of rows. Each swap leaves the heavier of the two ranks lightest. The search ends when the heaviest rank
-    cannot be helped.
+    A bin smaller than the largest of its round leaves its rank idle at the end of the round. A longer row swapped into
+    it uses that time, and takes tokens off a heavier rank. No round gets longer; no bin exceeds the budget or changes
+    its number of rows. Each swap is the one that leaves the heavier of its two ranks lightest. The search ends when the
+    ranks are even, when no swap helps the heaviest rank, or after `SWAP_WORK` pairs of rows.
+
+    Args:
+        lengths: [n], tokens of each row.
+        bin_of: [n], the bin of each row.
+        rounds: [b], the round of each bin.
+        ranks: [b], the rank of each bin.
+        num_ranks: number of ranks.
+        budget: largest footprint of a bin, in tokens.
     """
     bin_of = bin_of.copy()
     limit = _limits(lengths, bin_of, rounds, budget)
@@ -202,7 +229,7 @@ def longest_of(values: Ints, of: Ints, count: int) -> Ints:
 
 
 def loads_of(lengths: Ints, rank_of: Ints, num_ranks: int) -> Ints:
-    """Return the tokens of each rank [R]."""
+    """Return the tokens of each rank [R], from the rows' lengths and ranks."""
     return np.bincount(rank_of, weights=lengths, minlength=num_ranks).astype(np.int64)
 
 
@@ -217,8 +244,11 @@ def _limits(lengths: Ints, bin_of: Ints, rounds: Ints, budget: int) -> Ints:
 def _best_swap(
     heavy: int, load: Ints, rows_of: list[Ints], lengths: Ints, limit: Ints
 ) -> tuple[tuple[int, int] | None, int]:
-    """Find the best swap: ((row of the heavy rank, row of a lighter one), pairs looked at), or (None, …) if no swap
-    helps."""
+    """Return the best swap, (row of the heavy rank, row of a lighter one), or None if no swap helps, and how many pairs
+    were looked at.
+
+    Ranks are looked at from the lightest on, some of them at a time, until a swap is found that helps.
+    """
     mine = rows_of[heavy]
     looked = 0
     light_first = [int(r) for r in np.argsort(load, kind="stable") if r != heavy and rows_of[r].size]

@@ -1,14 +1,15 @@
 """When a row may be left out of the policy update, and which rows those are.
 
 A row's policy loss is a sum over its tokens of (advantage × something). With advantage 0 on every token the row adds
-exactly 0 to the loss and to the gradient. That holds while no other term of the loss reads the row, and while no row's
-value depends on which others share its micro-batch. `LiveConditions` lists what could break either half.
+exactly 0 to the loss and to the gradient, and may be left out. Two things must hold for that: no other term of the loss
+reads the row, and no row's value depends on which rows share its micro-batch. `LiveConditions` lists what could break
+either of them.
 
 A KL penalty in the reward is part of the advantage and no condition. Neither is gradient clipping, weight decay,
 momentum or the learning rate: they act on the summed gradient, which stays the same.
 
 Dropout draws a mask of its own for every row. A row with advantage 0 adds 0 under any mask. Without that row, or in
-other batches, the joint distribution of what the rows add is the same. So dropout matters only with `same_draws`.
+other batches, what the other rows add has the same joint distribution. So dropout matters only with `same_draws`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConditions:
-    """All that can forbid leaving rows out of the update, or regrouping them. No defaults: every condition is looked
-    at.
+    """All that can forbid leaving rows out of the update, or cutting them into other micro-batches. No field has a
+    default, so that whoever decides has looked at each.
 
     A condition forbids it unless it is 0, False or "". A `str` says the reason in words.
 
-    Terms that act on rows whose advantage is 0:
+    Terms of the loss that act on rows whose advantage is 0:
         kl_in_loss: coefficient of a KL term in the loss (TRL's `beta`).
         value_loss: coefficient of a value-head loss on the same forward (PPO).
         entropy_bonus: settings of the entropy bonus in the loss.
-        pull: what has a loss or a gradient where the advantage is 0 (mirror descent, a team's part).
+        pull: name of a part that has a loss or a gradient where the advantage is 0 (mirror descent, a team's part).
+
     Terms and layers through which the rows of a micro-batch act on each other:
         moe_aux_loss: `router_aux_loss_coef` of a mixture-of-experts model.
         dropout: largest drop probability active in training (model and LoRA). A condition only with `same_draws`.
@@ -41,11 +43,15 @@ class LiveConditions:
         random_forward: the training forward was seen to draw random numbers, for whatever reason.
         embedding_noise: `neftune_noise_alpha`.
         mixed_rows: what makes a row's output depend on other rows (batch norm, expert capacity, …).
-        moved_positions: what makes a row's positions depend on its padding, also with TRL's handed in (rotary scaling
-            that follows the longest position, virtual tokens, …); not plain rotary, ALiBi and learned positions.
+        moved_positions: what makes a row's positions depend on its padding, even if TRL's positions are passed in
+            (rotary scaling that follows the longest position, virtual tokens, …). Plain rotary, ALiBi and learned
+            positions do not.
         state_reads_padding: a recurrent state runs through a row's padding (RWKV and others that ignore the mask).
         local_average: the average that divides by what is in the local micro-batch (`loss_type="bnpo"`).
         multimodal: images or other inputs that are not one tensor row per row.
+
+    Raises:
+        ValueError: a condition has another type than its field, or is not finite.
     """
 
     kl_in_loss: float
@@ -131,7 +137,8 @@ def why_stock_batches(conditions: LiveConditions) -> str | None:
 def why_all_rows(conditions: LiveConditions) -> str | None:
     """Return why no row may be left out; None if leaving out rows with zero advantage is exact.
 
-    Every reason of `why_stock_batches` counts here too. A KL term needs every row, but in any grouping.
+    Every reason of `why_stock_batches` is also a reason here. The others, such as a KL term, need every row, but in any
+    grouping.
     """
     return why_stock_batches(conditions) or _first_broken(_NEED_ALL_ROWS, conditions)
 
@@ -139,10 +146,17 @@ def why_all_rows(conditions: LiveConditions) -> str | None:
 def live_rows(advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     """Mark the rows that contribute to the policy loss: bool [N].
 
-    live_i = some token t has mask_{i,t} ≠ 0 and advantage_{i,t} ≠ 0.
+        live_i = some token t has mask_{i,t} ≠ 0 and advantage_{i,t} ≠ 0
 
-    advantages: [N], [N, 1] or [N, T]. loss_mask: [N, T], 0 where the loss does not look. A NaN advantage is ≠ 0: it
-    stays, and the NaN reaches the loss, where it is seen, as in stock TRL. No tolerance: 1e-30 is live.
+    There is no tolerance: an advantage of 1e-30 is live. So is a NaN, which then reaches the loss, where it is seen, as
+    in stock TRL.
+
+    Args:
+        advantages: [N], [N, 1] or [N, T].
+        loss_mask: [N, T], 0 where a token carries no loss.
+
+    Raises:
+        ValueError: the shapes do not fit each other.
     """
     if loss_mask.dim() != 2:
         raise ValueError(f"loss_mask must be [rows, tokens]; got shape {tuple(loss_mask.shape)}.")

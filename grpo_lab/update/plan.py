@@ -1,11 +1,11 @@
 """The plan of one optimizer step: which row is computed on which rank, in which micro-batch.
 
 If the denominators were counted beforehand, the order of rows in one optimizer step does not change the sum of their
-losses. Nor do the rank and micro-batch that compute a row (`live.py` says when). So rows that add nothing are left out,
-and the rest moves to where it fits best. Every micro-batch ("bin") is only as wide as its own longest row.
+losses. Nor does it matter which rank and micro-batch compute a row (`live.py` says when). So rows that add nothing are
+left out, and the rest moves to where it fits best. Every micro-batch ("bin") is only as wide as its own longest row.
 
-Widths: a row is re-aligned to prompt + completion without a gap and padded on the right, so a bin of m rows costs m ×
-(its longest prompt + completion) tokens. The arithmetic that finds the bins is in `balance.py`.
+A row is re-aligned to prompt + completion without a gap and padded on the right. So a bin of m rows costs m × (its
+longest prompt + completion) tokens. The arithmetic that finds the bins is in `balance.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ Numbers = torch.Tensor | NDArray[np.generic] | Sequence[int] | Sequence[bool]
 class Rows:
     """All rows of one optimizer step over all ranks; every rank holds the identical table, kept as numpy arrays.
 
-    prompt_lengths, completion_lengths [N]: tokens without padding, ≥ 0. live [N]: bool, see `live_rows`.
+    Attributes:
+        prompt_lengths: [N], tokens of each prompt without padding, ≥ 0.
+        completion_lengths: [N], tokens of each completion without padding, ≥ 0.
+        live: bool [N], which rows must be computed (`live_rows`).
+
+    Raises:
+        ValueError: the fields do not fit each other, or a live row has no token.
     """
 
     prompt_lengths: Numbers
@@ -57,15 +63,20 @@ class Rows:
 
 @dataclass(frozen=True)
 class Plan:
-    """`bins[rank][k]`: the table's row indices that `rank` computes in its k-th micro-batch, longest row first.
+    """Which rank computes which rows in which bin.
 
-    Every rank has the same number of bins (≥ 1). An empty bin means: run one dummy row with weight zero, so that every
-    rank makes the same forwards, backwards and collectives.
+    Every rank has the same number of bins (≥ 1). For an empty bin the rank runs one dummy row with weight zero, so that
+    every rank makes the same forwards, backwards and collectives.
 
-    tokens_live: tokens of the live rows (prompt + completion). tokens_computed: Σ rows × longest over all bins of all
-    ranks (dummy rows not counted). step_tokens: Σ_k max over ranks of the k-th bins' tokens, what the step waits for.
-    live_per_rank, computed_per_rank [R]: tokens_live and tokens_computed of each rank. shared: the bins are packed rows
-    (`plan_shared`).
+    Attributes:
+        bins: `bins[rank][k]` are the table's row indices that `rank` computes in its k-th micro-batch, longest row
+            first.
+        tokens_live: tokens of the live rows (prompt + completion).
+        tokens_computed: Σ rows × longest over all bins of all ranks, dummy rows not counted.
+        step_tokens: Σ_k max over ranks of the k-th bins' tokens: what the step waits for.
+        live_per_rank: [R], `tokens_live` of each rank.
+        computed_per_rank: [R], `tokens_computed` of each rank.
+        shared: the bins are packed rows (`plan_shared`).
     """
 
     bins: list[list[list[int]]]
@@ -95,6 +106,7 @@ def default_max_tokens(micro_batch_size: int, longest_prompt: int, longest_compl
 
 
 def _at_least(least: int, **counts: int) -> None:
+    """Raise ValueError unless all named counts are whole numbers of at least `least`."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
             raise ValueError(f"{name} must be a whole number ≥ {least}; got {value!r}.")
@@ -103,11 +115,19 @@ def _at_least(least: int, **counts: int) -> None:
 def plan_update(rows: Rows, num_ranks: int, max_tokens: int, *, overhead_tokens: int = DEFAULT_OVERHEAD_TOKENS) -> Plan:
     """Distribute the live rows over ranks and bins.
 
-    Guarantees: every live row once and no other; rows × longest ≤ max_tokens in every bin, except that a row longer
-    than max_tokens has a bin by itself; the same number of bins (≥ 1) on every rank; the same table gives the same
-    plan, and a permuted table the permuted plan (rows of equal lengths are told apart by their index only).
+    Guarantees:
 
-    max_tokens: the setting `update.max_tokens`. overhead_tokens: what one more micro-batch costs, in tokens.
+    * every live row is in one bin, and no other row is in any;
+    * rows × longest ≤ max_tokens in every bin, except that a row longer than max_tokens has a bin by itself;
+    * every rank has the same number of bins (≥ 1);
+    * the same table gives the same plan, and a permuted table the permuted plan (rows of equal lengths are told apart
+      by their index only).
+
+    Args:
+        rows: all rows of the step.
+        num_ranks: number of ranks.
+        max_tokens: tokens that one forward may have, the setting `update.max_tokens`.
+        overhead_tokens: what one more micro-batch costs, in tokens.
     """
     _at_least(1, num_ranks=num_ranks, max_tokens=max_tokens)
     _at_least(0, overhead_tokens=overhead_tokens)
@@ -132,6 +152,8 @@ def empty_plan(num_ranks: int, shared: bool = False) -> Plan:
 
 
 def _lay_out(table: Ints, lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: int) -> Plan:
+    """Return the plan in which each bin, with its round and rank, holds the rows that `bin_of` assigns to it, and its
+    counts."""
     counts = np.bincount(bin_of, minlength=rounds.size)
     tokens = np.zeros((num_ranks, int(rounds.max()) + 1), dtype=np.int64)
     tokens[ranks, rounds] = counts * longest_of(lengths, bin_of, rounds.size)
@@ -158,8 +180,8 @@ def _array(values: Numbers) -> NDArray[np.generic]:
 
 
 def whole_numbers(name: str, values: Numbers, signed: bool = False) -> Ints:
-    """Return ``values`` as int64. Raises ValueError if they are no list of whole numbers, or one is negative and not
-    ``signed``."""
+    """Return `values` as an int64 array. Raises ValueError if they are not a list of whole numbers, or if one is
+    negative and `signed` is False."""
     array = _array(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError(f"Rows.{name} must be whole numbers, one per row; got {array.dtype} of shape {array.shape}.")
@@ -176,8 +198,11 @@ class Routes:
     elsewhere is sent there, and its results may be sent back the same way. Only as many tokens are sent as its bin is
     wide: the rest is never read.
 
-    rows [M]: table index. homes [M]: the rank that holds the row. ranks [M]: the rank that computes it. widths [M]:
-    completion tokens of the longest completion of its bin, ≥ 1.
+    Attributes:
+        rows: [M], table index of each planned row.
+        homes: [M], the rank that holds the row.
+        ranks: [M], the rank that computes it.
+        widths: [M], completion tokens of the longest completion in the row's bin, ≥ 1.
     """
 
     rows: Ints
@@ -187,7 +212,13 @@ class Routes:
 
     @staticmethod
     def of(plan: Plan, completions: Ints, rows_per_rank: int) -> Routes:
-        """Make the routes of `plan`. `completions` [N]: tokens of every completion of the table."""
+        """Return the routes of `plan`.
+
+        Args:
+            plan: which rank computes which rows.
+            completions: [N], tokens of every completion of the table.
+            rows_per_rank: rows that each rank has generated.
+        """
         parts = [(np.asarray(one), rank) for rank, bins in enumerate(plan.bins) for one in bins if one]
         found = np.concatenate([np.zeros(0, np.int64), *(one for one, _ in parts)])
         sizes = [one.size for one, _ in parts]
@@ -198,12 +229,12 @@ class Routes:
 
     @property
     def moves(self) -> NDArray[np.bool_]:
-        """[M]: True for rows that leave their rank."""
+        """Bool [M]: True for rows that leave their rank."""
         return np.not_equal(self.homes, self.ranks)
 
     def chosen(self, where: NDArray[np.bool_], by: Ints) -> Routes:
-        """Return the rows where `where` is True, sorted by the ranks in `by`: both ends order the
-        messages like this."""
+        """Return the rows where `where` is True, sorted by the ranks in `by`. Sender and receiver order their messages
+        like this."""
         at = np.flatnonzero(where)
         at = at[np.argsort(by[at], kind="stable")]
         return Routes(self.rows[at], self.homes[at], self.ranks[at], self.widths[at])

@@ -5,8 +5,9 @@ completions), in tokens. A row with c completion tokens adds c: its last token i
 prompt's last token is.
 
 Rows of a prompt stay together if the budget and an even share of a rank allow it. A group that is cut carries its
-prompt into both parts. Groups of similar length share a bin (its attention works on rectangles). The plan has the
-fewest rounds that the budget allows. Its largest bin is as small as contiguous cuts of the sorted groups can make it.
+prompt into both parts. Groups of similar length share a bin, since its attention works on rectangles. The plan has the
+fewest rounds that the budget allows, and its largest bin is as small as contiguous cuts of the sorted groups can make
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ DEARER, DEARER_BIN = 0.15, 96
 
 @dataclass(frozen=True)
 class _PartOfGroup:
-    """Rows of one prompt that are computed together; ``longest``: prompt + longest completion."""
+    """Rows of one prompt that are computed together.
+
+    Attributes:
+        tokens: tokens of the prompt and of all completions.
+        longest: tokens of the prompt and the longest completion.
+        rows: table index of each row.
+    """
 
     tokens: int
     longest: int
@@ -33,13 +40,20 @@ class _PartOfGroup:
 
 
 def plan_shared(rows: Rows, prompts: Numbers, num_ranks: int, max_tokens: int) -> Plan:
-    """Distribute the live rows over ranks and bins, each prompt once in a bin.
+    """Distribute the live rows over ranks and bins so that a bin computes each of its prompts once.
 
-    Guarantees as `plan_update`'s, where a bin's tokens are those of its packed row; ``tokens_live`` of the plan counts
-    a prompt once. A row longer than max_tokens has a bin by itself.
+    The guarantees are those of `plan_update`, where a bin's tokens are those of its packed row. `tokens_live` of the
+    plan counts a prompt once per bin. A row longer than max_tokens has a bin by itself.
 
-    prompts [N]: a number per row, equal for rows with the same prompt (a hash of its tokens; the packed row compares
-    the tokens). Raises ValueError if they are no whole numbers, or not one per row.
+    Args:
+        rows: all rows of the step.
+        prompts: [N], a number per row, equal for rows with the same prompt (a hash of its tokens; the packed row
+            compares the tokens).
+        num_ranks: number of ranks.
+        max_tokens: tokens that one forward may have.
+
+    Raises:
+        ValueError: `prompts` are not whole numbers, or not one per row.
     """
     named = whole_numbers("prompts", prompts, signed=True)
     live = np.asarray(rows.live)
@@ -71,9 +85,15 @@ def cheaper(
     dearer_bin: int = DEARER_BIN,
     overhead: int = DEFAULT_OVERHEAD_TOKENS,
 ) -> Plan:
-    """Return the plan whose step takes less: its tokens, and ``overhead`` tokens for each round (one more forward).
+    """Return the plan whose step takes less time. The time is counted in tokens: those that the step waits for, and
+    `overhead` for each round (one more forward).
 
-    ``dearer``, ``dearer_bin``: what a shared bin costs beyond its tokens, as a share of them and in tokens per bin.
+    Args:
+        plain: a plan without shared prompts.
+        shared: a plan of the same rows with shared prompts.
+        dearer: what a shared bin costs beyond its tokens, as a share of them.
+        dearer_bin: what a shared bin costs beyond that, in tokens per bin.
+        overhead: what one more forward costs, in tokens.
     """
     rounds = len(shared.bins[0])
     dear = shared.step_tokens * (1 + dearer) + rounds * (overhead + dearer_bin)
