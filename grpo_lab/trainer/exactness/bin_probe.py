@@ -4,14 +4,15 @@ under dropout?
 ``BinProbe``: has a row the same log-probs in a bin as in TRL's batch? A bin pads a row on the right and passes its
 positions, but no attention mask; TRL pads on both sides, with a mask and without positions. For some models (BERT's and
 RoBERTa's families, Doge) the results differ, and lists of names are never complete. So two short rows are forwarded
-both ways, in float32 if the weights are. What rounding may explain is measured by TRL's batch against each of its rows
-alone.
+both ways, in float32 if the weights are. How far rounding may take them apart is measured by comparing TRL's batch with
+each of its rows alone.
 
 ``MaskProbe``: is dropout all that a forward draws, and has every row its own masks? Only then rows may be left out and
-put into other batches (``update.randomness: same_distribution``). Copies of one row are forwarded in training mode, two
-and then four, and every call of torch's dropout passes its input through. A number that is still drawn has another
-cause (a router, an adapter that drops whole modules). A mask that does not grow with the rows is shared. In the first
-optimizer step the real forwards are watched likewise, calls of dropout excepted (``apart_from_dropout``).
+put into other batches (``update.randomness: same_distribution``). Copies of one row are forwarded in training mode,
+first two and then four, while every call of torch's dropout is replaced by one that drops nothing and reports its size.
+If random numbers are drawn all the same, they have another cause (a router, an adapter that drops whole modules). A
+mask whose size does not grow with the rows is shared by them. In the first optimizer step the real forwards are watched
+likewise, calls of dropout excepted (``apart_from_dropout``).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _REASONS = (
 
 
 class _Question:
-    """A question to the model that is asked once a run and has the same answer on every rank."""
+    """A question to the model that is asked once a run. Its answer is the same on every rank."""
 
     def __init__(self, trainer: UpdatePort) -> None:
         self._trainer = trainer
@@ -66,10 +67,11 @@ class _Question:
         return self._answered[0]
 
     def _answer(self) -> str | None:
+        """Ask the model; return why batches must stay as TRL cut them, or None. A collective."""
         raise NotImplementedError
 
     def _weights_spread_by(self) -> str | None:
-        """Return FSDP or DEEPSPEED if it shards the weights, so that a forward of ours would need all ranks; else
+        """Return FSDP or DEEPSPEED if it shards the weights, so that a probe's forward would need all ranks; else
         None."""
         found = self._trainer.accelerator.distributed_type
         kind = str(getattr(found, "value", found))
@@ -110,8 +112,8 @@ class BinProbe(_Question):
 
     @torch.no_grad()
     def _measured(self) -> tuple[float, float]:
-        """Return the mean |difference| between a bin and TRL's batch in nats per token, and how much of it rounding may
-        explain."""
+        """Return two numbers in nats per token: the mean |difference| of log-probs between a bin and TRL's batch, and
+        the largest that rounding may explain."""
         trainer = self._trainer
         rows = two_rows(self._trainer)
         mask = rows["completion_mask"].bool()
@@ -127,7 +129,7 @@ class BinProbe(_Question):
 
 
 def two_rows(trainer: UpdatePort) -> dict[str, Tensor]:
-    """Make two rows of ordinary tokens, padded as TRL pads them."""
+    """Make two rows of ordinary tokens, padded as TRL pads them: prompts on the left, completions on the right."""
     tokenizer = trainer.text_tokenizer
     device = trainer.accelerator.device
     size = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.size(0)
@@ -170,13 +172,14 @@ def _looked_at(trainer: UpdatePort) -> Iterator[None]:
 
 
 def _random_states_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context after which the random states of CPU and device are what they were before."""
     devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
     return torch.random.fork_rng(devices=devices, device_type=kind)
 
 
 def _in_float32(trainer: Collectives) -> bool:
-    """Return whether the model can compute in float32: its weights are, and neither its attention nor TF32 is
-    coarser."""
+    """Return whether the model computes in float32: its weights are float32, its attention is one that keeps that
+    precision, and TF32 is off."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     short = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
     tf32 = trainer.accelerator.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
@@ -185,6 +188,7 @@ def _in_float32(trainer: Collectives) -> bool:
 
 
 def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:
+    """Return the mean |difference| over the tokens of ``mask``; infinite if something is not finite."""
     return (one.double() - other.double()).abs()[mask].mean().nan_to_num(nan=float("inf"), posinf=float("inf")).item()
 
 
@@ -218,8 +222,8 @@ class MaskProbe(_Question):
 
     @torch.no_grad()
     def _sizes(self, copies: int) -> list[int] | None:
-        """Return how many values each call of dropout draws for in a training forward of ``copies`` rows; ``None`` if
-        anything else draws."""
+        """Return for how many values each call of dropout draws, in a training forward of ``copies`` copies of a row;
+        None if anything else draws."""
         trainer = self._trainer
         rows = RowTable.of([two_rows(self._trainer)])
         limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
@@ -255,9 +259,13 @@ def apart_from_dropout(watch: RandomnessWatch) -> Iterator[None]:
 
 
 class _DropoutCalls(TorchFunctionMode):
-    """Replaces every call of torch's dropout inside the block, also in attention, by ``instead(size, draw, without)``.
-    ``size`` is the number of values that are drawn for. ``draw()`` makes the call as it is; ``without()`` makes it with
-    nothing dropped."""
+    """Replaces every call of torch's dropout inside the block, also the one in attention.
+
+    Args:
+        instead: called as ``instead(size, draw, without)`` in place of dropout, and returns its result. ``size`` is the
+            number of values that dropout draws for. ``draw()`` makes the call as it is; ``without()`` makes it with
+            nothing dropped.
+    """
 
     def __init__(self, instead: Callable[[int, Callable[[], Tensor], Callable[[], Tensor]], Tensor]) -> None:
         super().__init__()

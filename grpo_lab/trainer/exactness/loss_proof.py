@@ -2,8 +2,9 @@
 
 Before the first step a toy batch goes through the very path that training uses (the ``token_loss`` hook, the
 aggregation). The result is compared with the formula written out as plain Python over single numbers. This finds a
-subclass hook, a wrong denominator or an option that stopped having an effect. The same toy batches answer what the
-exact update must know of every loss; ``part_questions`` tests a team's own parts further.
+subclass hook, a wrong denominator or an option that stopped having an effect. The same toy batches answer three
+questions of the exact update about a loss (``vanishes_without_advantage``, ``vanishes_without_weight``,
+``is_sum_over_rows``); ``part_questions`` tests a team's own parts further.
 """
 
 from __future__ import annotations
@@ -56,6 +57,17 @@ def wide_toy_batch(
 def _batch(
     objective: Objective, advantages: Any, mask: Tensor, logps: Tensor, step: Tensor, to_ref: Tensor, entropies: Tensor
 ) -> TokenBatch:
+    """Put a toy batch together.
+
+    Args:
+        objective: what the batch is for: its ratio level, its marks, its parts that choose tokens.
+        advantages: one per row.
+        mask: bool ``[B, T]``.
+        logps: ``[B, T]`` log-probs of the policy.
+        step: log-ratios of the policy to the proximal policy.
+        to_ref: log-ratios of the reference to the policy.
+        entropies: ``[B, T]``.
+    """
     old = logps - step
     # up to half a nat from the proximal policy, to either side, and a probability
     sampler = (old - 0.5 * torch.sin(5 * step)).clamp(max=-1e-3)
@@ -76,15 +88,24 @@ def _batch(
 
 @torch.no_grad()
 def with_choices(objective: Objective, batch: TokenBatch) -> TokenBatch:
-    """Return ``batch`` with what the parts that choose tokens choose of it, as if it were the whole micro-batch."""
+    """Return ``batch`` with the tokens that the selecting parts choose of it, as if it were the whole micro-batch."""
     chosen = {part.selection: part.select(batch, lambda values: values) for part in objective.selecting}
     return replace(batch, chosen=chosen)
 
 
 def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = False) -> str:
-    """Compare the loss in force with the written-out formula and return a sentence for the log. A team's parts
-    (``own_hook``: its ``token_loss``) have no formula here, and the sentence then says so. Raises RuntimeError if the
-    values differ. Raises ValueError if the loss is not finite, has no gradient or has a wrong shape."""
+    """Compare the loss in force with the written-out formula, and return a sentence for the log.
+
+    Args:
+        token_loss: the loss per token that training uses.
+        objective: the configured objective.
+        own_hook: ``token_loss`` is a team's own. It has no formula here, nor has another part of a team; the sentence
+            then says so.
+
+    Raises:
+        RuntimeError: the values differ.
+        ValueError: the loss is not finite, has no gradient or has a wrong shape.
+    """
     batch = toy_batch(objective)
     named = f"objective {objective.name!r}"
     loss = checked_token_loss(token_loss(batch), batch.mask, f"`{address(token_loss)}`")
@@ -112,7 +133,10 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
 
 def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> bool:
     """Return whether rows of advantage 0 have exactly zero loss and gradient, whatever rows are beside them. Only then
-    may they be skipped. What selecting parts choose is given: their own choice, and every token."""
+    may they be left out.
+
+    Of the choice of selecting parts two cases are tried: what they choose on the toy batch, and every token.
+    """
     for batch in (
         toy_batch(objective, (0.0,) * 4),
         toy_batch(objective, (0.0, -0.75, 0.0, 0.5)),
@@ -128,7 +152,7 @@ def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> b
 
 
 def vanishes_without_weight(token_loss: TokenLoss, objective: Objective) -> bool:
-    """Return whether rows whose sampler weight is 0 have exactly zero loss and gradient. Only then may they be skipped
+    """Return whether rows whose sampler weight is 0 have exactly zero loss and gradient. Only then may they be left out
     without a forward."""
     for batch in (toy_batch(objective), wide_toy_batch(objective)):
         weights = (torch.arange(batch.mask.size(0)) % 2).double().unsqueeze(1)
@@ -154,7 +178,10 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
     fixed. Then bins of any composition, width and order add up to the same loss, also with a dummy row without loss
     tokens.
 
-    With ``several_generations`` in an optimizer step the token count is one number per row, ``[B, 1]``.
+    Args:
+        objective: the objective whose aggregation is asked.
+        several_generations: rows of several generation batches are in an optimizer step, so that the token count is one
+            number per row, ``[B, 1]``.
     """
 
     def aggregate(loss: Tensor, mask: Tensor, **changes: Any) -> Tensor:
@@ -183,7 +210,7 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
 
 
 def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
-    """Compute the loss by the written-out formula, in loops over single floats; ``None`` if surrogate, aggregation or a
+    """Compute the loss by the written-out formula, in loops over single floats; None if surrogate, aggregation or a
     gate has no such formula."""
     surrogate = _literal_of(objective.surrogate)
     aggregate = _literal_of(objective.aggregate)
@@ -220,8 +247,8 @@ def has_formula(objective: Objective) -> bool:
 
 
 def _literal_of(part: Any) -> Any:
-    """Return the formula of this very class or function. A subclass that changes the tensor code does not inherit
-    one."""
+    """Return the formula of a surrogate, gate or aggregation, or None. A subclass that changes the tensor code does not
+    inherit one."""
     ours = next((formula for one, formula in LITERALS.items() if one is part), None)
     if ours is None and "literal" in vars(type(part)):
         return part.literal
@@ -229,6 +256,8 @@ def _literal_of(part: Any) -> Any:
 
 
 def _literal_kl(objective: Objective, row: LiteralRow, x: float, t: int) -> float:
+    """Return β·KL of token ``t`` in plain floats, weighted by the ratio if the term is; 0 without a KL term in the
+    loss. ``x`` is log π_ref − log π."""
     kl = objective.kl_in_loss
     if kl is None:
         return 0.0
@@ -237,15 +266,21 @@ def _literal_kl(objective: Objective, row: LiteralRow, x: float, t: int) -> floa
 
 
 def toy_ratios() -> tuple[Tensor, Tensor]:
-    """Return x and mask ``[4, 4]`` in float64: ratios from e^-2 to e^2.5, a row that nearly agrees, one of zeros."""
+    """Return x and mask ``[4, 4]`` in float64 for a correction: ratios from e^-2 to e^2.5, a row that nearly agrees,
+    one of zeros."""
     steps = [[0.9, -2.0, 2.5, 0.1], [3e-4, -2e-4, 1e-4, 0.0], [-0.3, 0.2, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
     return torch.tensor(steps, dtype=torch.float64), torch.arange(4) < torch.tensor([4, 3, 2, 3]).unsqueeze(1)
 
 
 def prove_correction(correction: Correction) -> None:
-    """Ask ``correction`` on toy log-ratios. Raises ValueError for weights of another shape than ``[B, T]`` or
-    ``[B, 1]``, with a gradient, not finite or below 0; for weights of a row that depend on other rows or on padding,
-    unless it says ``whole_batch``; and RuntimeError where they are not those of its ``literal``."""
+    """Try ``correction`` on toy log-ratios.
+
+    Raises:
+        ValueError: the weights have another shape than ``[B, T]`` or ``[B, 1]``, have a gradient, are not finite or
+            below 0; or those of a row depend on other rows or on padding, and the correction does not say
+            ``whole_batch``.
+        RuntimeError: the weights are not those of the correction's ``literal``.
+    """
     whose = f"the correction {address(correction)}"
     x, mask = toy_ratios()
     weights = _weights_of(correction, x.clone().requires_grad_(True), mask)
@@ -282,6 +317,8 @@ def prove_correction(correction: Correction) -> None:
 
 
 def _weights_of(correction: Correction, x: Tensor, mask: Tensor) -> Any:
+    """Return the weights of x, called as the correction wants it; one of a whole batch gets a ``gather`` for a single
+    rank."""
     if getattr(correction, "whole_batch", False):
         return correction(x.detach(), mask, lambda values: values)
     return correction(x.detach(), mask)

@@ -1,9 +1,9 @@
 """Properties of the model that rule out the exact update: randomness in the forward, layers that mix rows, positions.
 
-First the model is inspected: every module's probabilities of dropout, layer drop and router noise, whatever the family
-calls them. The second check does not trust names: in the first optimizer step the states of the random number
-generators are compared before and after a forward (``RandomnessWatch``). A forward that is a function of its inputs
-does not change them. What torch's dropout draws can be excepted (``bin_probe``).
+There are two checks. The functions inspect the model: every module's probabilities of dropout, layer drop and router
+noise, whatever the family calls them. ``RandomnessWatch`` does not trust names: in the first optimizer step it compares
+the states of the random number generators before and after a forward. A forward that is a function of its inputs does
+not change them. What torch's dropout draws can be excepted (``bin_probe``).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 
 
 def dropout_rate(model: nn.Module) -> float:
-    """Return the largest drop probability of single values: of ``nn.Dropout`` modules, functional dropout, adapters'
-    dropout."""
+    """Return the largest probability with which single values are dropped: by ``nn.Dropout`` modules, functional
+    dropout, adapters' dropout."""
     modules = (float(m.p) for m in _dropouts(model) if not isinstance(m, _CHANNELS))
     others = (_LAYER_DROP, _NOISE, _SHARED)
     return max([_largest(model, _DROPOUT, others), *modules])
 
 
 def shared_dropout_rate(model: nn.Module) -> float:
-    """Return the largest drop probability of what rows share: channels, an adapter's ranks or whole modules (PEFT's
-    LoHa)."""
+    """Return the largest probability with which something that rows share is dropped: channels, an adapter's ranks or
+    whole modules (PEFT's LoHa)."""
     modules = (float(m.p) for m in _dropouts(model) if isinstance(m, _CHANNELS))
     return max([_largest(model, _SHARED), *modules])
 
@@ -71,7 +71,7 @@ def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
 
 
 def moves_positions(model: nn.Module) -> str:
-    """Return why bins cannot give the model the positions that a row has in TRL's padded batch; "" if they can."""
+    """Return why bins cannot give a row the positions that it has in TRL's padded batch; "" if they can."""
     adapters = getattr(model, "peft_config", None)
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if getattr(adapter, "is_prompt_learning", False):
@@ -107,10 +107,10 @@ def padding_reaches_state(model: nn.Module) -> bool:
     """Return whether a recurrent state runs through a row's padding, so that its log-probs depend on how far TRL padded
     it.
 
-    transformers marks models with a state (``_is_stateful``). Those that zero padding use one function for that,
+    transformers marks models with a state (``_is_stateful``). Those that set padding to zero use one function for that,
     ``apply_mask_to_padding_states`` (Mamba, gated DeltaNet); models without it let padding through (RWKV,
-    RecurrentGemma, xLSTM). A model that masks in another way counts, too: the price is a slower update, not a wrong
-    one.
+    RecurrentGemma, xLSTM). A model that masks in another way is counted among these, too: the price is a slower update,
+    not a wrong one.
     """
     stateful = [module for module in model.modules() if getattr(module, "_is_stateful", False)]
     homes = {type(module).__module__ for module in stateful}
@@ -118,14 +118,16 @@ def padding_reaches_state(model: nn.Module) -> bool:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Return whether the model's forward accepts position ids, and they stand for the positions that padding gives."""
+    """Return whether the model's forward accepts position ids, and they can stand for the positions that padding gives
+    a row."""
     forward = getattr(model, "get_base_model", lambda: model)().forward
     return not moves_positions(model) and "position_ids" in signature(forward).parameters
 
 
 def _largest(model: nn.Module, kind: re.Pattern[str], others: tuple[re.Pattern[str], ...] = ()) -> float:
-    """Return the largest positive number that a module keeps under a name that matches ``kind`` and none of ``others``.
-    A value that the module never uses is counted too: the price is a slower update, not a wrong one."""
+    """Return the largest positive number that a module keeps in an attribute whose name matches ``kind`` and none of
+    ``others``; 0 if there is none. A value that the module never uses is counted too: the price is a slower update, not
+    a wrong one."""
     found = [0.0]
     for module in model.modules():
         for name, value in vars(module).items():
@@ -139,8 +141,8 @@ def _largest(model: nn.Module, kind: re.Pattern[str], others: tuple[re.Pattern[s
 
 
 class RandomnessWatch:
-    """Tells whether this process drew a random number between ``start`` and ``stop``, from the generators' states
-    before and after."""
+    """Watches whether this process draws a random number between ``start`` and ``stop``, by the generators' states
+    before and after. ``drawn`` is then True, and stays so."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -2,9 +2,9 @@
 
 The exact update computes rows in bins of any composition and width. That gives TRL's gradient only if the loss of a row
 depends on that row alone. A team's part is tested on toy batches before every optimizer step, since its answer may
-follow a schedule. The test leaves no trace (``StateWatch``); a part whose state it changed is one whose value depends
-on how often it is called. What it cannot find: a dependence that shows only on values that no toy batch has, or that
-changes within one step.
+follow a schedule. The test leaves no trace: ``StateWatch`` restores random states and the part's own state. If it has
+to, the part's value depends on how often it is called, and that is an answer, too. What the test cannot find: a
+dependence that shows only on values that no toy batch has, or that changes within one step.
 """
 
 from __future__ import annotations
@@ -41,11 +41,16 @@ LIBRARIES = "torch", "transformers", "trl", "accelerate", "datasets", "peft", "n
 
 
 class StateWatch:
-    """Context in which ``parts`` are called. Afterwards random states and the parts' own state are restored.
+    """Context in which ``parts`` are called. At its end random states and the parts' own state are restored.
 
-    ``touched`` then says what the parts had changed, or is ``None``. Compared are attributes of objects (also of
-    objects that they hold), closures, and module variables that a function names. Only numbers, texts, tensors, and
-    small lists, sets and dictionaries of such are compared.
+    Compared are attributes of objects (also of objects that they hold), closures, and module variables that a function
+    names. Only numbers, texts, tensors, and small lists, sets and dictionaries of such are compared.
+
+    Args:
+        parts: functions and objects that will be called.
+
+    Attributes:
+        touched: what the parts had changed, in words; None if nothing.
     """
 
     def __init__(self, parts: list[Any]) -> None:
@@ -79,12 +84,13 @@ class StateWatch:
 
 
 def _plain_of(place: MutableMapping[str, Any], names: tuple[str, ...] | None) -> dict[str, Any]:
+    """Return those variables of ``place`` (with these ``names``, or all) that can be compared, tensors detached."""
     chosen = {name: place[name] for name in list(place) if names is None or name in names}
     return {name: _detached(value) for name, value in chosen.items() if name not in OURS and _is_plain(value)}
 
 
 class _Cells(UserDict[str, Any]):
-    """The variables of a closure as a mapping."""
+    """The variables of a function's closure as a mapping."""
 
     def __init__(self, function: FunctionType) -> None:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -98,8 +104,8 @@ class _Cells(UserDict[str, Any]):
 
 
 def _places(part: Any, depth: int, seen: set[int]) -> Iterator[tuple[MutableMapping[str, Any], tuple[str, ...] | None]]:
-    """Yield the mappings in which ``part`` can keep state, each with the names in it that are its own (``None``:
-    all)."""
+    """Yield the mappings in which ``part`` can keep state, each with the names in it that are the part's own (None:
+    all). ``depth`` bounds how far held objects are followed; ``seen`` holds the ids of those already visited."""
     if depth < 0 or id(part) in seen:
         return
     seen.add(id(part))
@@ -122,6 +128,7 @@ def _places(part: Any, depth: int, seen: set[int]) -> Iterator[tuple[MutableMapp
 
 
 def _is_plain(value: Any, depth: int = DEPTH) -> bool:
+    """Return whether a value is simple and small enough to be copied and compared."""
     if isinstance(value, Tensor):
         return value.numel() <= MOST_NUMBERS
     if isinstance(value, numpy.ndarray):
@@ -147,6 +154,7 @@ def _detached(value: Any) -> Any:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    """Return whether two plain values are equal, types included; a NaN equals itself."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -183,6 +191,7 @@ def _put_back(value: Any, before: Any) -> Any:
 
 
 def _random_states() -> list[Any]:
+    """Return the states of the random number generators of torch, its GPUs, Python and numpy."""
     gpu = []
     if torch.cuda.is_initialized():
         gpu = torch.cuda.get_rng_state_all()
@@ -190,9 +199,13 @@ def _random_states() -> list[Any]:
 
 
 class Answers(NamedTuple):
-    """What the test found. ``stock`` says why TRL's batches must stay, or is ``None``. ``pull`` names the part that has
-    a loss or a gradient where a row's advantage is 0; "" if none has. ``rejects``: rows whose sampler weight is 0 have
-    neither."""
+    """Answers about the loss parts in force.
+
+    Attributes:
+        stock: why TRL's batches must stay; None if rows may be put into other batches.
+        pull: name of the part that has a loss or a gradient where a row's advantage is 0; "" if none has.
+        rejects: rows whose sampler weight is 0 have neither loss nor gradient.
+    """
 
     stock: str | None
     pull: str
@@ -207,8 +220,8 @@ def has_team_parts(trainer: Numbers) -> bool:
 
 
 def answers(trainer: StepPort, objective: Objective) -> Answers:
-    """Test the loss parts in force on toy batches; the answers are the same on every rank. Of a mixture those of every
-    task are asked, and the strictest counts."""
+    """Test the loss parts in force on toy batches. In a mixture those of every task are tested, and the strictest
+    answers count. The answers are the same on every rank; with a team's parts this is a collective."""
     found = [_answers(trainer, one) for one in objective.each]
     stock = next((one.stock for one in found if one.stock is not None), None)
     pull = next((one.pull for one in found if one.pull), "")
@@ -216,6 +229,7 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
 
 
 def _answers(trainer: StepPort, objective: Objective) -> Answers:
+    """Test the loss parts of one objective, one task's of a mixture."""
     of_token, of_average = _team_parts(trainer, objective)
     parts = [*of_token, *of_average]
     names = " and ".join(parts)
@@ -262,7 +276,8 @@ def _answers(trainer: StepPort, objective: Objective) -> Answers:
 
 
 def _team_parts(trainer: Numbers, objective: Objective) -> tuple[list[str], list[str]]:
-    """Return the names of a team's parts that compute the loss of a token, and of those that average it."""
+    """Return the names of a team's parts in two lists: those that compute the loss of a token, and those that aggregate
+    it."""
     found = []
     hook = teams(trainer, "token_loss")
     if hook is not None:
@@ -274,6 +289,8 @@ def _team_parts(trainer: Numbers, objective: Objective) -> tuple[list[str], list
 
 
 def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | None:
+    """Return why the loss of a row does not depend on that row alone, or None. Each toy batch is computed again, wider,
+    in parts and with other advantages beside a row."""
     for whole in (loss_proof.toy_batch(objective), loss_proof.wide_toy_batch(objective)):
         loss, gradient = _asked(token_loss, whole)
         if not all(torch.equal(*pair) for pair in zip((loss, gradient), _asked(token_loss, whole), strict=True)):
@@ -296,7 +313,7 @@ def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | No
 
 
 def _asked(token_loss: TokenLoss, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Compute the loss per token and its gradient, both ``[B, T]``."""
+    """Return the loss per token and its gradient by the log-probs, both ``[B, T]``."""
     logps = batch.logps.detach().clone().requires_grad_(True)
     moved = logps - batch.logps.detach()  # 0, with the gradient of logps
     per_token = batch.log_ratio.shape == batch.mask.shape
@@ -314,7 +331,8 @@ def _asked(token_loss: TokenLoss, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 def cut(batch: TokenBatch, rows: tuple[int, ...], width: int) -> TokenBatch:
-    """Return some rows of ``batch`` as a batch of their own, ``width`` tokens wide; additional columns are padding."""
+    """Return the rows ``rows`` of ``batch`` as a batch of their own, ``width`` tokens wide; additional columns are
+    padding."""
     tall = batch.mask.size(1)
 
     def field(value: Tensor | None) -> Any:

@@ -1,5 +1,10 @@
 """``update: {share_prompts: auto | on | off}``: decide whether a group's prompt may be computed once and whether that
-is cheaper, and check the result."""
+is cheaper, and check the result.
+
+``why_unshared`` asks the model and ``_of_run`` the run, once, when the trainer is made. ``planned`` compares the plans
+of each step. ``log_probs`` computes bins of either kind, and checks the first bin with shared prompts against unshared
+rows.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +39,15 @@ PROMPTS, COMPLETIONS = 3, 4
 
 
 class SharedPrompts:
-    """Makes plans in which a group's prompt is computed once, and computes the log-probs of their bins. One per
-    trainer.
+    """Makes plans in which a group's prompt is computed once, and computes the log-probs of their bins. A trainer has
+    one.
 
     Unless the setting is ``off``, the model and a reference get an attention that reads packed rows, for good
     (``trl_bridge.served_as``). ``sdpa`` and FlexAttention are replaced by attentions of ours, which are ``sdpa``
     wherever no row is packed; a flash kernel keeps its own name.
 
     Attributes:
+        asked: the setting ``update.share_prompts``.
         because: why no prompt is shared; "" if prompts may be shared.
 
     Raises:
@@ -80,9 +86,17 @@ class SharedPrompts:
     def planned(
         self, plain: Plan, rows: Rows, prompts: Numbers | None, num_ranks: int, max_tokens: int, overhead: int
     ) -> Plan:
-        """Return a plan of ``rows`` in which each prompt is computed once, or ``plain``. ``rows`` have their lengths in
-        packed rows. With ``auto`` the cheaper plan is returned, where one more forward costs ``overhead`` tokens. If a
-        row has a hole in a mask it is ``plain``: a packed row cannot have one."""
+        """Return a plan of ``rows`` in which each prompt is computed once, or ``plain``: if prompts may not be shared,
+        if a row has a hole in a mask (a packed row cannot have one), or with ``auto`` if ``plain`` is cheaper.
+
+        Args:
+            plain: the plan without shared prompts.
+            rows: the rows, with the lengths that they have in packed rows.
+            prompts: a number per row, equal for equal prompts; None if prompts may not be shared.
+            num_ranks: number of ranks.
+            max_tokens: tokens that one forward may have.
+            overhead: what one more forward costs, in tokens.
+        """
         if self.because:
             return plain
         assert prompts is not None  # they are asked for where prompts may be shared
@@ -96,23 +110,26 @@ class SharedPrompts:
         return cheaper(plain, shared, *DEARER_BY[form], overhead)
 
     def log_probs(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
-        """Compute a bin's log-probs as ``completion_log_probs`` does; a bin that scores nothing is computed unshared.
+        """Compute a bin's log-probs and entropies as ``completion_log_probs`` does. A bin that scores nothing is
+        computed unshared.
 
-        In the first shared bin that scores something on some rank, every rank compares some groups with their unshared
-        rows. If they differ, ``auto`` warns and shares no more; what is left of this step is computed in the bins at
-        hand, each row with its prompt. With ``on`` a difference raises RuntimeError.
+        The first shared bin that scores something on some rank is checked: every rank compares some groups with their
+        unshared rows, which is a collective. If they differ, ``auto`` warns and shares no more; what is left of this
+        step is computed in the bins at hand, each row with its prompt. With ``on`` a difference raises RuntimeError.
         """
         if part.shared and not self._checked and self._scores_somewhere(part):
             self._check(self._trainer.accelerator.unwrap_model(model), part)
         return self._forward(model, part)
 
     def _scores_somewhere(self, part: Bin) -> bool:
-        """Return whether the bin scores a token on any rank; in a step without such rows all bins are dummies. A
+        """Return whether the bin scores a token on any rank (in a step without such rows all bins are dummies). A
         collective."""
         scores = (part.labels != -100).any().unsqueeze(0)
         return bool(self._trainer.accelerator.gather(scores).any())
 
     def _forward(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
+        """Compute a bin's log-probs and entropies: as a packed row if it shares prompts and they may be shared, else
+        row by row."""
         whole = part.shared and not self.because
         packed = None
         if whole:
@@ -126,8 +143,8 @@ class SharedPrompts:
         return trl_bridge.shared_log_probs(self._trainer.accelerator, model, packed, part.input_ids.shape)
 
     def _form(self, model: nn.Module) -> trl_bridge.Form:
-        """Return the form of packed rows that the model reads: ``tiles`` in place of ``flex`` once FlexAttention has
-        compiled for too long."""
+        """Return the form of packed rows that the model reads; ``tiles`` in place of ``flex`` once FlexAttention has
+        spent too much time compiling."""
         form = trl_bridge.form_of(attention_of(self._trainer.accelerator.unwrap_model(model)))
         if form != "flex" or not trl_bridge.CLOCK.is_spent:
             return form
@@ -139,10 +156,12 @@ class SharedPrompts:
         return "tiles"
 
     def _why_not(self) -> str:
+        """Return why prompts may not be shared in this run; "" if they may."""
         reasons = (_of_run(self._trainer), *map(why_unshared, self._models()))
         return next(filter(None, reasons), "")
 
     def _models(self) -> list[nn.Module]:
+        """Return the policy and, where there is one, the reference, without accelerate's wrappers."""
         found = (self._trainer.model, getattr(self._trainer, "ref_model", None))
         return [self._trainer.accelerator.unwrap_model(model) for model in found if model is not None]
 
@@ -187,15 +206,15 @@ class SharedPrompts:
 
 
 def refuse_unshared(because: str) -> None:
-    """Raise ValueError if ``because`` is not empty: it says why prompts cannot be shared, though the setting is
-    ``on``."""
+    """Raise ValueError if ``because`` is not empty: it says why prompts cannot be shared, though
+    ``update.share_prompts`` is ``on``."""
     if because:
         raise ValueError(f"`update.share_prompts` is on, and {because}; set it to auto or off")
 
 
 def why_unshared(model: nn.Module, attention: str | None = None) -> str:
-    """Return why ``model`` would compute something else from a packed row; "" if no reason is known. ``attention`` is
-    the attention that it will be loaded with, if not its own."""
+    """Return why ``model`` would compute something else from a packed row; "" if no reason is known. ``attention``:
+    name of the attention that the model will be loaded with; None for its present one."""
     inner = _inner(model)
     if not isinstance(inner, PreTrainedModel) or not inner._supports_attention_backend:
         return f"{type(inner).__name__} does not take its attention from transformers' `AttentionInterface`"
@@ -237,6 +256,7 @@ def attention_of(model: nn.Module) -> str | None:
 
 
 def _of_run(trainer: UpdatePort) -> str:
+    """Return why this run's settings do not allow shared prompts; "" if they do."""
     if trainer.lab_settings.update.is_off:
         return "`update` is off"
     if kept_by_engine(trainer.args):
@@ -260,14 +280,15 @@ def _of_run(trainer: UpdatePort) -> str:
 
 
 def _apart(found: Tensor, expected: Tensor) -> Tensor:
-    """Return |difference|; 0 where both are the same NaN or infinity. (NaN of broken weights is left to the guard, and
+    """Return |difference|; 0 where both are the same NaN or infinity. (A NaN of broken weights is left to the guard; it
     is no reason not to share.)"""
     same = (found == expected) | (found.isnan() & expected.isnan())
     return (found - expected).abs().masked_fill(same, 0.0)
 
 
 def _some_groups(part: Bin) -> Bin:
-    """Return a bin of a few completions of the first few prompts of ``part``, with what a forward reads of it."""
+    """Return a bin of the first few completions of the first few prompts of ``part``, with what a forward reads of
+    it."""
     steps = torch.arange(part.input_ids.size(1), device=part.input_ids.device)
     of_prompt = steps <= part.take[:, :1]
     _, prompt = part.input_ids.masked_fill(~of_prompt, -1).unique(dim=0, return_inverse=True)

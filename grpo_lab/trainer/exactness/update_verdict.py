@@ -1,12 +1,12 @@
 """Decide what the exact update may do: may TRL's batches be re-cut, may rows be left out, and if not, why.
 
 The verdict follows from the loss in force (``part_questions``), the run's settings and the model's properties
-(``model_conditions``, ``grpo_lab.update.live``). If all of these agree, the model itself is tested (``bin_probe``). It
-is made once per generation batch, before its forwards, and holds until
+(``model_conditions``, ``grpo_lab.update.live``). If none of these forbids other batches, the model itself is tested
+(``bin_probe``). The verdict is made once per generation batch, before its forwards, and made anew for
 
     the next generation batch         a callback may have changed the model or the run meanwhile
     the next optimizer step           if a part of the loss is a team's, whose answer may follow a schedule
-    a forward drew random numbers     seen in the first optimizer step, whatever drew them
+    a forward that draws numbers      seen in the first optimizer step, whatever drew the random numbers
     a resume                          the batch that is taken up was judged by another process
 
 An optimizer step keeps the verdict that it began with.
@@ -41,12 +41,13 @@ AROUND: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class UpdateVerdict:
-    """Verdict on what may be done exactly.
+    """What may be done exactly.
 
     Attributes:
         stock: why batches stay as TRL cut them; None if they may be re-cut.
-        all_rows: why no row is left out; None if rows may be.
-        chosen: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), so it is no news.
+        all_rows: why no row is left out; None if rows may be left out.
+        chosen: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), so no warning is
+            due.
         draws: the forward is random (dropout, …), so that no two forwards have the same log-probs.
         rejects: a row whose sampler weight is 0 has no loss and no gradient.
     """
@@ -59,11 +60,12 @@ class UpdateVerdict:
 
     @staticmethod
     def as_trl(reason: str, chosen: bool = False) -> UpdateVerdict:
+        """Return the verdict that everything stays as in TRL, for ``reason``."""
         return UpdateVerdict(reason, reason, chosen)
 
 
 class StandingVerdict:
-    """The verdict on the current generation batch; the same on every rank."""
+    """Keeps the verdict on the current generation batch; it is the same on every rank."""
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
@@ -84,10 +86,12 @@ class StandingVerdict:
         return self._found
 
     def so_far(self) -> UpdateVerdict:
-        """Return the verdict as far as it is known without testing the model itself; for display."""
+        """Return the verdict in force or, before there is one, what is known without testing the model itself; for
+        display."""
         return self._found or self._asked(ask_model=False)
 
     def forget(self) -> None:
+        """Drop the verdict, so that the next call of ``now`` makes it anew."""
         self._found = None
 
     @property
@@ -96,8 +100,8 @@ class StandingVerdict:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch inside the block whether the first step's forwards draw random numbers, apart from the dropout that is
-        known."""
+        """Watch inside the block whether the forwards of the first step draw random numbers other than those of known
+        dropout."""
         if self._watch is None:
             yield
             return
@@ -107,14 +111,15 @@ class StandingVerdict:
         self._watch.stop()
 
     def after_first_step(self) -> None:
-        """Keep TRL's batches from now on if a forward of the first step drew random numbers. The first call is a
-        collective."""
+        """Make the verdict anew if a forward of the first step drew random numbers; TRL's batches are kept from then
+        on. The first call is a collective."""
         if self._watch is not None and self._watch.drawn_anywhere(self._trainer.accelerator):
             self.saw_randomness = True
             self.forget()
         self._watch = None
 
     def _asked(self, ask_model: bool) -> UpdateVerdict:
+        """Return the verdict by what is known now; ``ask_model``: also by testing the model itself."""
         random = {
             "dropout": seen.dropout_rate(self._model),
             "shared_dropout": seen.shared_dropout_rate(self._model),
@@ -126,6 +131,8 @@ class StandingVerdict:
         return replace(self._judged(ask_model, random), draws=any(random.values()))
 
     def _judged(self, ask_model: bool, random: dict[str, Any]) -> UpdateVerdict:
+        """Return the verdict but for ``draws``. ``random``: the conditions of ``LiveConditions`` that concern random
+        numbers."""
         trainer = self._trainer
         if trainer.lab_settings.update.is_off:
             return UpdateVerdict.as_trl("update is 'off'", chosen=True)

@@ -3,8 +3,9 @@
     <output_dir>/bad_steps/step-000012/facts.json
                                        rank-0.safetensors, …
 
-Bounded: the first ``MOST_STEPS`` of a run's folder, and at most ``MOST_ROWS`` rows and ``MOST_BYTES`` of each rank.
-Rows with something that is not finite come first. If writing fails, that is reported and the run goes on.
+At most ``MOST_STEPS`` steps of a run are kept, the first ones, and of each rank at most ``MOST_ROWS`` rows and
+``MOST_BYTES``. Rows with something that is not finite come first. If writing fails, that is reported and the run goes
+on.
 """
 
 from __future__ import annotations
@@ -35,8 +36,14 @@ NAN_IS_MEANT = (f"{OURS}returns",)
 
 
 def keep_bad_step(trainer: UpdatePort, faults: Faults, facts: dict[str, Any]) -> str | None:
-    """Write the step's batch; return a sentence that says where, or None if the limit is reached. Called on every rank.
-    ``facts``: what was seen, for ``facts.json``."""
+    """Write the step's batch, and return a sentence that says where, or None if the run has kept ``MOST_STEPS``
+    already. A collective.
+
+    Args:
+        trainer: the trainer, whose output folder gets the files.
+        faults: the micro-batches of the step, and what was not finite in them.
+        facts: what ``facts.json`` shall hold besides; ``facts["step"]`` is the number of the step.
+    """
     place = Path(trainer.args.output_dir) / FOLDER / f"step-{facts['step']:06d}"
     rank = trainer.accelerator.process_index
     rows, tensors = _chosen(faults)
@@ -60,11 +67,11 @@ def keep_bad_step(trainer: UpdatePort, faults: Faults, facts: dict[str, Any]) ->
 
 
 def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
-    """Read what ``keep_bad_step`` wrote: the facts, and each rank's tensors, ``<field>`` ``[rows, …]``.
+    """Read what ``keep_bad_step`` wrote: the facts, and each rank's tensors, field → ``[rows, …]``.
 
-    ``facts["of_rank"][r]["rows"][i]`` describes row i of rank r: its micro-batch, its row there, and which fields
-    (``rewards``, too) are not finite. It also has the number of tokens of prompt and completion, and the rewards (in
-    the order of ``facts["rewards"]``; None if they are not known).
+    ``facts["of_rank"][r]["rows"][i]`` describes row i of rank r: its micro-batch, its row there, and which fields (or
+    ``rewards``) are not finite; the number of tokens of prompt and completion; the rewards in the order of
+    ``facts["rewards"]``, or None if they are not known.
     """
     place = Path(folder)
     facts = read_record(place / FACTS, {"ranks": int, "of_rank": list})
@@ -72,7 +79,8 @@ def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Te
 
 
 def _chosen(faults: Faults) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return the facts of each row that is kept, and the rows' tensors ``[rows, …]``, padded with zeros at the end."""
+    """Return the facts of each row that is kept, and these rows' tensors ``[rows, …]``, padded with zeros at the
+    end."""
     batches = [
         {name: value for name, value in row_tensors(batch).items() if name not in MULTIMODAL_FIELDS}
         for batch in faults.step
@@ -95,6 +103,7 @@ def _chosen(faults: Faults) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
 
 
 def _row(faults: Faults, batch: dict[str, Tensor], number: int, row: int) -> dict[str, Any]:
+    """Return the facts of row ``row`` of micro-batch ``number``, whose fields are in ``batch``."""
     before, after = (int(lengths[row]) for lengths in row_lengths(batch))
     prompt = batch["prompt_ids"][row, batch["prompt_ids"].size(1) - before :].tolist()
     completion = batch["completion_ids"][row, :after].tolist()

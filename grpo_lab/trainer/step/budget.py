@@ -1,20 +1,20 @@
 """``update.max_tokens``: how many tokens one forward of the update may have.
 
-    a number     that
-    nothing      as many as the largest micro-batch that TRL cut has: memory does not rise
-    ``auto``     likewise at first; once a step has shown what a token takes, as many as the device's free memory holds:
-                 one number for all ranks, the least of theirs, from the next generation batch on (the old log-probs of
-                 a batch are made in the bins of its steps)
+    a number     that many
+    not set      as many as the largest micro-batch that TRL cut, so that memory does not rise
+    ``auto``     at first as many as that; once a step has shown what a token takes, as many as the device's free memory
+                 holds. All ranks take the least of their numbers. It is in force from the next generation batch on,
+                 because the old log-probs of a batch are made in the bins of its steps
 
-One bin of the first optimizer step that is taken is measured: the largest after the first, since the first also makes
-the gradients; or the only bin. What its forward and backward add at their peak, divided by its tokens, is the memory of
-a token. Free memory is what device and allocator have left after that step, with the optimizer's state, less the
-gradients; ``SHARE`` of it is used. A bin that still runs out of memory halves the number (``step.out_of_memory``). A
-checkpoint holds the number, so that a resumed run plans the same bins.
+One bin of the first optimizer step that is taken is measured: the largest of those after the first bin (which also
+allocates the gradients), or the only one. What its forward and backward add at their peak, divided by its tokens, is
+the memory of a token. Free memory is what device and allocator have left after that step, with the optimizer's state,
+less the gradients; ``SHARE`` of it is used. A bin that still runs out of memory halves the number
+(``step.out_of_memory``). A checkpoint holds the number, so that a resumed run plans the same bins.
 
-One more forward costs more if its kernels are launched one by one than on a CPU. So with the measured number,
-``LAUNCHES`` tokens are counted for it in the plan. A step of some 10⁴ tokens is then one to three forwards, if they
-fit.
+On a GPU one more forward costs more than on a CPU, since its kernels are launched one by one. So with the measured
+number the plan counts ``LAUNCHES`` tokens for each forward. A step of some 10⁴ tokens is then one to three forwards, if
+they fit.
 
 A device without memory statistics (a CPU) has nothing to measure: there ``auto`` is the stock micro-batch's size.
 """
@@ -46,7 +46,8 @@ UNKNOWN = 2**62
 
 
 class DeviceMemory:
-    """Reads a device allocator's statistics, in bytes. The host keeps them, so nothing waits for the device."""
+    """Reads a device allocator's statistics, in bytes. They are kept on the host, so reading them does not wait for the
+    device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,13 +61,15 @@ class DeviceMemory:
         return DeviceMemory(device)
 
     def taken(self) -> int:
+        """Return the bytes that are allocated now."""
         return int(self._module.memory_allocated(self._device))
 
     def peak(self) -> int:
-        """Return the most that was allocated since ``forget_peak``."""
+        """Return the most bytes that were allocated since ``forget_peak``."""
         return int(self._module.max_memory_allocated(self._device))
 
     def forget_peak(self) -> None:
+        """Begin to measure the peak anew."""
         self._module.reset_peak_memory_stats(self._device)
 
     def free(self) -> int:
@@ -75,13 +78,13 @@ class DeviceMemory:
         return int(self._module.mem_get_info(self._device)[0]) + int(held)
 
     def give_back(self) -> None:
-        """Return the allocator's unused pieces to the device: bins of another size could not use them."""
+        """Return the allocator's unused pieces to the device, since bins of another size could not use them."""
         self._module.empty_cache()
 
 
 class ForwardBudget(TrainerCallback):  # type: ignore[misc]
-    """Number of tokens that one forward of the update may have. A trainer has one budget; with ``auto`` it is also a
-    callback of the trainer, which measures memory in the first step.
+    """Number of tokens that one forward of the update may have. A trainer has one budget. It is also a callback of the
+    trainer, which with ``auto`` measures memory in the first step.
 
     Attributes:
         asked: the setting ``update.max_tokens``.
@@ -120,7 +123,7 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         return self.asked
 
     def of(self, footprint: int) -> int:
-        """Return the tokens of a forward; ``footprint``: those of the stock micro-batch."""
+        """Return the budget in tokens; ``footprint``, the tokens of the stock micro-batch, if no number is in force."""
         return self.number or footprint
 
     @property
@@ -132,13 +135,14 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         return DEFAULT_OVERHEAD_TOKENS
 
     def described(self) -> dict[str, Any]:
-        """Return the number in force with ``auto``, for ``run.json``."""
+        """Return the number in force with ``auto``, for ``run.json``; else nothing."""
         if not self.is_auto:
             return {}
         return {"max_tokens": self.tokens or "auto: as a stock micro-batch"}
 
     def bin_begins(self, tokens: int) -> None:
-        """Note that a bin of ``tokens`` tokens (0: a stand-in) is about to be computed, and the one before is done."""
+        """Note that a bin of ``tokens`` tokens (0 for a dummy) is about to be computed, so the bin before it is
+        done."""
         self._bin_ends()
         if self.memory is not None and self.tokens is None and tokens > 0:
             self.memory.forget_peak()
@@ -151,7 +155,7 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         self._open = None
 
     def halve(self, tokens: int) -> None:
-        """Halve the budget: a bin of ``tokens`` tokens did not fit. Every rank calls this with the same number."""
+        """Halve the budget after a bin of ``tokens`` tokens did not fit. Every rank calls this with the same number."""
         self.tokens = max(1, tokens // 2)
         self._open = None
         self._bins = []
@@ -181,7 +185,8 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         self._taken = not self._trainer.accelerator.optimizer_step_was_skipped  # the guard resets this flag later
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Measure the budget. A collective, until the number is known."""
+        """Measure the budget after a step that was taken, and put it into force at the end of the generation batch. A
+        collective until the number is known."""
         bins = self._bins
         self._bins = []
         if self.memory is None or self.tokens is not None:
@@ -198,7 +203,8 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
             self._say(f"{self.tokens} tokens a forward from here on, by the memory that the first step left free")
 
     def _fits(self, memory: DeviceMemory, bins: list[tuple[int, int]]) -> int:
-        """Return the tokens that this rank has memory for, at least what just fit; ``UNKNOWN`` without a bin."""
+        """Return the tokens that this rank has memory for, but no fewer than what has just fitted; ``UNKNOWN`` if no
+        bin was measured."""
         if not bins:
             return UNKNOWN
         tokens, bytes_taken = max(bins[1:] or bins)

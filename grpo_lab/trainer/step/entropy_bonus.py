@@ -1,7 +1,7 @@
 """The entropy bonus in a run: what it adds to the loss, how its coefficient moves, and what is logged of both.
 
-The coefficient and the entropy of the step before stand in TRL's own attributes, so TRL's checkpoint holds them
-(``entropy_ctrl_state.json``). All micro-batches of an optimizer step apply what the step before left.
+The coefficient, and the entropy of the step before, are kept in TRL's own attributes, so TRL's checkpoint holds them
+(``entropy_ctrl_state.json``). All micro-batches of an optimizer step use the values that the step before left there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from grpo_lab.trainer.settings.algorithm import entropy_bonus
 
 
 def bonus_tokens(kept: Tensor) -> Tensor:
-    """Return float ``[B]``: for each row of a micro-batch the tokens that its bonus is the mean of."""
+    """Return float ``[B]``: for each row of a micro-batch the number of tokens over which its bonus is averaged, those
+    of ``kept`` (bool ``[B, T]``) in the whole micro-batch, at least 1."""
     return kept.sum().clamp(min=1).float().repeat(kept.size(0))
 
 
@@ -35,7 +36,7 @@ class EntropyOfStep:
 
     @property
     def bonus(self) -> EntropyBonus | None:
-        """The bonus as the arguments have it now, which a callback may change; None if the objective has none."""
+        """The bonus as the arguments have it now (a callback may change them); None if the objective has none."""
         objective = self._trainer.algorithm.objective
         if objective is None or objective.entropy is None:
             return None
@@ -47,8 +48,8 @@ class EntropyOfStep:
         self._policy_loss: Tensor | None = None
 
     def counted(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the micro-batches with the number of tokens that the bonus is the mean of, on each row. Where tokens
-        are chosen, the look counts again."""
+        """Return copies of the micro-batches in which each row carries its ``bonus_tokens``; the micro-batches
+        themselves without a bonus. Where tokens are chosen, the look counts again."""
         if self.bonus is None:
             return window
         marked = [dict(batch) for batch in window]
@@ -57,7 +58,8 @@ class EntropyOfStep:
         return marked
 
     def added(self, policy_loss: Tensor, batch: TokenBatch, denominators: Denominators) -> Tensor:
-        """Return the loss of some rows with their bonus. Rows that are not ``counted`` are a whole micro-batch."""
+        """Return the loss of some rows plus their bonus, and measure both. Rows without ``bonus_tokens`` are a whole
+        micro-batch."""
         bonus = self.bonus
         if bonus is None:
             return policy_loss
@@ -73,7 +75,7 @@ class EntropyOfStep:
         return policy_loss + bonus.loss(batch, own, coefficient)
 
     def _coefficient(self, bonus: EntropyBonus) -> float:
-        """Return c in force; 0 while a critic learns alone."""
+        """Return c in force; 0 while a critic is trained alone."""
         trainer = self._trainer
         if is_warming_up(trainer):
             return 0.0
@@ -83,6 +85,7 @@ class EntropyOfStep:
 
     @torch.no_grad()
     def _measure(self, policy_loss: Tensor, batch: TokenBatch, kept: Tensor) -> None:
+        """Add the rows' policy loss and, in training, their entropy to the sums of the step."""
         assert batch.entropies is not None  # the policy's head makes them
         if self._trainer.recorder.mode() == "train":  # an evaluation does not steer the coefficient
             entropy = torch.stack([masked_sum(batch.entropies, kept).float(), kept.sum().float()])
@@ -96,9 +99,15 @@ class EntropyOfStep:
             self._policy_loss = self._policy_loss + policy_loss
 
     def record(self, micro_batches: int, accumulation: float) -> None:
-        """Log the policy loss of the rows measured since the last call, which are ``micro_batches`` of a step of
-        ``accumulation``: the step's loss. A drop-in logs what TRL does: of ``token_mean``, whose loss is a share of the
-        step's, the mean over micro-batches."""
+        """Log the policy loss of the rows measured since the last call, as the step's loss.
+
+        TRL logs for ``token_mean`` the mean over micro-batches, although each micro-batch's loss is a share of the
+        step's. In a drop-in (without ``objective``) this is logged likewise.
+
+        Args:
+            micro_batches: how many micro-batches of the step were measured.
+            accumulation: how many the step has.
+        """
         if self._policy_loss is None:
             return
         trainer = self._trainer
@@ -111,7 +120,7 @@ class EntropyOfStep:
         trainer.recorder.book().add("policy_loss", of_one.repeat(micro_batches), torch.ones(micro_batches))
 
     def end_step(self) -> None:
-        """Move the coefficient by the entropy over all ranks, and log it. A collective where it can move."""
+        """Move the coefficient by the entropy over all ranks, and log it. A collective if the coefficient can move."""
         bonus = self.bonus
         if bonus is None:
             return

@@ -1,9 +1,16 @@
 """The exact update: compute TRL's gradient from live rows only (nonzero advantage), in bins without padding.
 
 HF's loop calls ``compute_loss`` once per micro-batch. Here all micro-batches of an optimizer step but the last are only
-put aside (their loss is a constant 0). With the last one, all rows of the step are planned, and forward and backward
-run in bins. The last bin's loss is returned, so that HF itself runs the backward that synchronises gradients. Where it
-pays, the rows are looked at before that (``step.look``), and those without a gradient left out.
+put aside (their loss is a constant 0). With the last one the whole step is computed:
+
+    before_update    old log-probs of rows that later steps train on are stored (``step.log_probs``)
+    rows             every rank learns a few numbers of all rows of the step (``step.row_numbers``)
+    look             where it pays, one forward finds the rows without a gradient (``step.look``)
+    plan             rows are put into bins and bins on ranks (``grpo_lab.update``)
+    exchange         rows go to the ranks that compute them (``step.exchange``)
+    bins             forward and backward of every bin but the last
+
+The last bin's loss is returned, so that HF itself runs the backward that synchronises gradients.
 """
 
 from __future__ import annotations
@@ -61,7 +68,13 @@ from grpo_lab.update import Plan, plan_update
 
 @dataclass(frozen=True)
 class BinLoss:
-    """A computed bin: its batch, its loss, and bool ``[B, T]``: the tokens that have a gradient."""
+    """A computed bin.
+
+    Attributes:
+        batch: its rows.
+        loss: its scalar loss.
+        acts: bool ``[B, T]``: the tokens for which the loss has a gradient.
+    """
 
     batch: TokenBatch
     loss: Tensor
@@ -69,7 +82,7 @@ class BinLoss:
 
 
 class ExactUpdate:
-    """Computes the exact update, one per trainer; holds the micro-batches of the step that is being collected."""
+    """Computes the exact update. A trainer has one; it holds the micro-batches of the step that is being collected."""
 
     def __init__(self, trainer: StepPort) -> None:
         self.trainer = trainer
@@ -99,8 +112,13 @@ class ExactUpdate:
         self.silent.forget()
 
     def loss(self, model: nn.Module, inputs: dict[str, Any], trls: Callable[[], Tensor]) -> Tensor:
-        """Return the loss on which HF should run the next backward (a constant 0 while the step is being collected).
-        ``trls``: TRL's ``compute_loss`` of this micro-batch, which calls ``_compute_loss``, a team's or ours."""
+        """Return the loss on which HF should run the next backward: a constant 0 while the step is being collected.
+
+        Args:
+            model: the model as HF's loop passes it.
+            inputs: the micro-batch as TRL cut it.
+            trls: TRL's ``compute_loss`` of this micro-batch, which calls ``_compute_loss``, a team's or ours.
+        """
         found = self._step or self.verdict.now()
         last = bool(self.trainer.accelerator.sync_gradients)
         self._step = None if last else found
@@ -126,7 +144,8 @@ class ExactUpdate:
         return self._run(model, window, found)
 
     def _run(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor:
-        """Compute the step's bins. With ``update.max_tokens: auto``, plan smaller ones if one runs out of memory."""
+        """Compute the step's bins. With ``update.max_tokens: auto``, plan smaller ones if one does not fit the device's
+        memory."""
         if not can_plan_anew(self.trainer):
             loss = self._attempt(model, window, found)
             assert isinstance(loss, Tensor)  # what does not fit is an error
@@ -141,13 +160,16 @@ class ExactUpdate:
         return loss
 
     def _tried(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor | TooLarge:
-        """Make an attempt; a forward of the look, or of old log-probs, may be too large, too."""
+        """Return the loss of an attempt, or the bin that was too large. A forward of the look, or of old log-probs, may
+        be that bin, too."""
         try:
             return self._attempt(model, window, found)
         except SweepTooLarge as error:
             return error.found
 
     def _attempt(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor | TooLarge:
+        """Compute the step of the micro-batches ``window`` and record it. Return the loss for HF's backward, or the bin
+        that was too large."""
         self.entropy.begin()
         received = self._old.before_update(len(window), found)
         again = self._old.again(len(window))
@@ -188,7 +210,7 @@ class ExactUpdate:
         return loss
 
     def _looked(self, step: StepRows, found: UpdateVerdict, denominators: Denominators) -> Looked | None:
-        """Look at the step's rows, if that pays or a part of the loss needs it."""
+        """Look at the step's rows (``step.look``) if that pays, or if a part of the loss needs it; else return None."""
         if not self.silent.looks(found):
             return None
         forwarded = self.sweeps.forwarded(step, found, entropies=True)
@@ -199,9 +221,11 @@ class ExactUpdate:
     def _computed(
         self, model: nn.Module, rows: Exchange, denominators: Denominators, kept: Collected | None
     ) -> tuple[TokenBatch, Tensor] | TooLarge:
-        """Compute the bins; return the last bin's batch and the loss for HF's backward, which synchronises gradients.
-        That is the last bin's loss. If a step may be planned anew, all bins are done first, and that loss needs no
-        memory."""
+        """Compute the bins; return the last bin's batch and the loss for HF's backward, or the bin that was too large.
+
+        That loss is the last bin's, and its backward synchronises gradients. If a step may be planned anew, all bins
+        are computed first, and HF gets a loss whose backward needs no memory.
+        """
         if not can_plan_anew(self.trainer):
             done = self._backwards(model, rows, rows.bins[:-1], denominators, kept)[0]
             one = self._forward(model, rows, rows.bins[-1], denominators, kept)
@@ -226,8 +250,8 @@ class ExactUpdate:
         self, model: nn.Module, rows: Exchange, bins: list[list[int]], denominators: Denominators,
         kept: Collected | None,
     ) -> tuple[Tensor, TokenBatch | None]:  # fmt: skip
-        """Run forward and backward of some bins, without gradient sync; return the sum of losses and the last batch. A
-        bin that turns out to be silent needs no backward."""
+        """Run forward and backward of the bins ``bins``, without gradient sync. Return the sum of their losses, and the
+        last batch (None without bins). A bin without any gradient needs no backward."""
         done = torch.zeros((), device=self.trainer.accelerator.device)
         one: BinLoss | None = None
         for places in bins:
@@ -245,6 +269,7 @@ class ExactUpdate:
     def _forward(
         self, model: nn.Module, rows: Exchange, places: list[int], denominators: Denominators, kept: Collected | None
     ) -> BinLoss:
+        """Run the forward of one bin, the rows ``places``. Its log-probs are added to ``kept``, if that is not None."""
         tokens = rows.tokens(places)
         self._under_way = tokens, len(places)
         self.budget.bin_begins(tokens)
@@ -255,13 +280,13 @@ class ExactUpdate:
         return one
 
     def _too_large(self, error: torch.OutOfMemoryError) -> TooLarge:
-        """Return the current bin as too large, with torch's message."""
+        """Return the bin that is being computed as too large, with torch's message."""
         assert self._under_way is not None
         return TooLarge(*self._under_way, str(error))
 
     def attention(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Return a context around HF's training step with attention that takes bins of any shape, also if a backward
-        computes checkpointed layers again. If ``update`` is off, TRL's own attention stays."""
+        """Return a context around HF's training step whose attention takes bins of any shape, also where a backward
+        computes checkpointed layers again. With ``update: off`` TRL's own attention stays."""
         if self.trainer.lab_settings.update.is_off:
             return contextlib.nullcontext()
         return trl_bridge.of_any_shape(device)
@@ -282,8 +307,11 @@ class ExactUpdate:
             self._under_way = None
 
     def _rows_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> StepRows:
-        """Return the rows of the optimizer step of these micro-batches. If no budget is set, it is TRL's largest
-        micro-batch, so that memory does not rise. A collective."""
+        """Return the rows of the optimizer step of these micro-batches. A collective.
+
+        Without a budget (``update.max_tokens``) a forward may have as many tokens as TRL's largest micro-batch, so that
+        memory does not rise.
+        """
         with host(PLANNING):
             accelerator = self.trainer.accelerator
             table = RowTable.of(window)
@@ -301,13 +329,14 @@ class ExactUpdate:
             return StepRows(table, sizes, slots, counts, rejected, numbers, self.budget.of(numbers.footprint))
 
     def _exchanged(self, step: StepRows, found: UpdateVerdict) -> tuple[Plan, Exchange]:
-        """Return the plan, and this rank's rows of it. Collectives."""
+        """Return the plan of the step, and the rows that it assigns to this rank. Collectives."""
         with host(PLANNING):
             plan = self._plan(step.numbers, step.budget, found)
             with host(EXCHANGE):
                 return plan, Exchange(step.table, step.numbers, plan, self.trainer.accelerator)
 
     def _plan(self, numbers: RowNumbers, budget: int, found: UpdateVerdict) -> Plan:
+        """Return the plan of the step's rows, with shared prompts if that is allowed and pays."""
         all_rows = found.all_rows is not None
         ranks = self.trainer.accelerator.num_processes
         overhead = self.budget.overhead
@@ -316,12 +345,14 @@ class ExactUpdate:
         return self.prompts.planned(plain, packed, numbers.prompts, ranks, budget, overhead)
 
     def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> Forwarded:
-        """Return the policy's log-probs of a later optimizer step, in the bins that it will have."""
+        """Return the policy's log-probs of a later optimizer step (its micro-batches ``window``), in the bins that it
+        will have."""
         step = self._rows_of(window, found)
         made = self.sweeps.forwarded(step, found)
         return replace(made, bytes_received=made.bytes_received + step.numbers.bytes_received)
 
     def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> BinLoss:
+        """Compute a bin's loss, with the entropy bonus, and record its metrics."""
         trainer = self.trainer
         with self.verdict.watching(), capture_values(trainer, model) as heard:
             scored, entropies = self.prompts.log_probs(model, rows)
@@ -349,8 +380,8 @@ class ExactUpdate:
         return BinLoss(batch, loss, acts)
 
     def _record_skipped(self, plan: Plan, step: StepRows, batch: TokenBatch, denominators: Denominators) -> None:
-        """Count skipped rows in means that are known for them. Those without an advantage are 0 in some; only one rank
-        adds them. What is known of rejected rows, the rank adds that has them."""
+        """Count the rows that are in no bin in those means whose value is known for them. The rows without an
+        advantage, whose value is 0, are added by one rank for all; rejected rows by the rank that generated them."""
         numbers = step.numbers
         book = self.trainer.recorder.book("train")
         skipped = ~(numbers.silent | numbers.rejected)

@@ -1,8 +1,8 @@
 """Send the rows of an optimizer step to the ranks that the plan assigns them to, and send results back.
 
 Only rows that move are sent, as wide as the bin that they go to. Each pair of ranks exchanges one message of bytes,
-whatever the types and widths. It needs no header, since the plan and the widths are the same everywhere. If nothing
-moves, no collective is called. With one rank nothing is copied. gloo and NCCL alike.
+whatever the types and widths of its fields. It needs no header, since the plan and the widths are known to all ranks.
+If nothing moves, no collective is called. With one rank nothing is copied. It works with gloo and NCCL alike.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _OFFSET = "offset of the row"  # ``RowTable.offset`` beside the fields
 
 @dataclass(frozen=True)
 class Forwarded:
-    """What forwards made of this rank's rows of a step, wherever they ran.
+    """Results of forwards over this rank's rows of a step, on whichever rank they ran.
 
     Args:
         logps: ``[n, T]`` log-probs, 0 where no bin held the row.
-        made: bool ``[n, 1]``, whether one did.
+        made: bool ``[n, 1]``: whether a bin held the row.
         entropies: ``[n, T]`` in nats; None if they were not asked for.
-        tokens: padded tokens of the bins of all ranks.
+        tokens: tokens of the bins of all ranks, padding included.
         bytes_received: bytes that came to this rank.
     """
 
@@ -50,7 +50,7 @@ class Forwarded:
     bytes_received: int = 0
 
     def joined(self, other: Forwarded) -> Forwarded:
-        """Return both; the rows of ``other`` are further rows of the same step."""
+        """Return both results; ``other`` holds further rows of the same step."""
         entropies = None
         if self.entropies is not None and other.entropies is not None:
             entropies = torch.where(other.made, other.entropies, self.entropies)
@@ -67,9 +67,15 @@ class Exchange:
     """The rows of one optimizer step (or of a later one) that this rank computes.
 
     Args:
-        local: the rows that were generated here; ``held`` replaces it, and rows that left are freed with it.
+        local: the rows that were generated here. ``held`` takes its place, so that rows that left are freed with it.
         numbers: facts about all rows.
         plan: which rank computes which of them.
+        accelerator: of the run, for this rank's number and the number of ranks.
+
+    Attributes:
+        bins: the rows of each of this rank's bins, as numbers among all rows of the step.
+        held: the table of the rows that this rank computes.
+        bytes_received: bytes that came to this rank so far.
     """
 
     def __init__(self, local: RowTable, numbers: RowNumbers, plan: Plan, accelerator: Any) -> None:
@@ -102,7 +108,7 @@ class Exchange:
 
     def bin(self, rows: list[int], limit: int | None = None) -> Bin:
         """Return rows that this rank holds as one forward (``RowTable.bin``). For a bin of the plan, the host does not
-        wait for the device."""
+        wait for the device. ``limit``: number of positions that the model knows."""
         numbers, places = self._sent.get(tuple(rows)) or on_device([rows, self._here(rows)], self._device)
         found = self.held.bin(self._here(rows), limit, self._shared, places)
         slots = self.numbers.micro_batch[numbers]
@@ -110,7 +116,7 @@ class Exchange:
         return replace(found, micro_batch=slots, token_count=counts)
 
     def tokens(self, rows: list[int]) -> int:
-        """Return the tokens that the plan counts for a bin; 0 for a stand-in."""
+        """Return the tokens that the plan counts for a bin of these rows; 0 for a dummy."""
         if not rows:
             return 0
         numbers = self.numbers
@@ -128,7 +134,8 @@ class Exchange:
         return [self._places[row] for row in rows]
 
     def _brought(self, local: RowTable, routes: Routes) -> RowTable:
-        """Return the rows that the plan assigns to this rank, or one for a stand-in. A collective if any row moves."""
+        """Return the rows that the plan assigns to this rank, or one row for a dummy if there are none. A collective if
+        any row moves."""
         stay = routes.rows[(routes.homes == self._rank) & (routes.ranks == self._rank)]
         if stay.size + self._arriving.rows.size == 0:
             stay = np.asarray([self._first])
@@ -158,6 +165,7 @@ class Exchange:
         return RowTable(fields, offset, self._per_token)
 
     def _held_width(self, name: str, held: Ints) -> int:
+        """Return how wide the field ``name`` is in ``held``, the rows ``held`` of the step."""
         if name == "prompt_ids":
             return int(self._prompts[held].max())
         if name in self._per_token:
@@ -165,8 +173,8 @@ class Exchange:
         return self.numbers.widths[name]
 
     def _lengths(self, name: str, dims: int, routes: Routes) -> Ints:
-        """Return ``[rows]``: how many numbers of a field are sent for each row. Prompt padding is not sent; a field per
-        token is at most as wide as the bin that the row goes to."""
+        """Return ``[rows]``: how many numbers of the field ``name`` are sent for each row of ``routes``. Prompt padding
+        is not sent; a field per token is at most as wide as the bin that the row goes to."""
         if dims == 1:
             return np.ones_like(routes.rows)
         if name == "prompt_ids":
@@ -177,7 +185,8 @@ class Exchange:
         return padded
 
     def _swapped(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Send the leaving rows; return the fields of the arriving ones, each as wide as its widest row."""
+        """Send the fields of the leaving rows; return those of the arriving rows, each as wide as its widest row. A
+        collective."""
         leaving = torch.as_tensor(self._leaving.rows - self._first, device=self._device)
         columns = []
         expected = []
@@ -200,9 +209,16 @@ class Exchange:
         return came
 
     def home(self, made: Collected, on_the_way: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Send numbers per token back to the ranks that generated the rows. Return them as ``[n, T]``, 0 where no bin
-        held the row, and bool ``[n, 1]``: whether one did. A collective if any row moved. ``on_the_way`` is their type
-        between several ranks, the same on all (a rank may have made none)."""
+        """Send numbers per token back to the ranks that generated the rows. A collective if any row moved.
+
+        Args:
+            made: the numbers of this rank's bins.
+            on_the_way: their type between several ranks, the same on all (a rank may have made none).
+
+        Returns:
+            the numbers of the rows that were generated here, ``[n, T]``, 0 where no bin held the row; and bool ``[n,
+                1]``: whether a bin did.
+        """
         dtype = on_the_way
         if made and self._ranks == 1:
             dtype = made[0][1].dtype
@@ -272,7 +288,8 @@ def _bytes(fields: list[tuple[int, Ints]], ranks: Ints, num_ranks: int) -> Ints:
 
 
 def _within(lengths: Ints, width: int, device: Any, on_the_right: bool) -> Tensor:
-    """Return bool ``[rows, width]``: True at the first (or last) ``lengths`` places."""
+    """Return bool ``[rows, width]``: True at the first ``lengths`` places of each row, or at the last if
+    ``on_the_right``."""
     size = torch.as_tensor(lengths, device=device).unsqueeze(1)
     steps = torch.arange(width, device=device)
     if on_the_right:
@@ -281,7 +298,14 @@ def _within(lengths: Ints, width: int, device: Any, on_the_right: bool) -> Tenso
 
 
 def _laid_out(name: str, flat: Tensor, lengths: Ints, further: tuple[int, ...]) -> Tensor:
-    """Return ``[rows, longest, …]`` from the rows' numbers, which are given one after the other."""
+    """Return ``[rows, longest, …]`` from the numbers of all rows, which are given one row after the other.
+
+    Args:
+        name: the field, which decides on which side it is padded and with what.
+        flat: the numbers of all rows.
+        lengths: how many places each row fills.
+        further: shape of one place.
+    """
     width = 0
     if lengths.size:
         width = int(lengths.max())

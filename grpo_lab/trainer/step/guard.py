@@ -4,7 +4,7 @@
     gradient    its norm over all ranks and parameters, which HF computes anyway
     reward      a reward, or a team's ``_calculate_rewards``, returned an infinity (NaN: cannot be scored, as in TRL)
     log_prob    the engine's log-prob of a sampled token is NaN or infinite (None: not scored, as in TRL)
-    advantage   what the rule made of finite rewards is not finite
+    advantage   the rule made of finite rewards something that is not finite
 
 The last three concern a generation batch: all steps on it are left out. HF's loop computes the norm just before the
 optimizer's step. There the ranks agree (one small gather if there are several, one scalar read). The optimizer's next
@@ -35,15 +35,15 @@ KINDS = (*OF_STEP, *OF_BATCH)
 
 
 class NumbersGuard(TrainerCallback):  # type: ignore[misc]
-    """Leaves out steps with a number that is not finite. One per trainer; does nothing if ``guard`` is not in force
-    (``faults`` is None).
+    """Leaves out steps with a number that is not finite. A trainer has one. It does nothing if ``guard`` is not in
+    force (``faults`` is None).
 
     Attributes:
         in_a_row: bad steps since the last one that was taken; a bad generation batch counts once.
         taken: number of the last optimizer step that was taken.
 
     Raises:
-        ValueError: if ``guard`` is asked for with DeepSpeed, whose engine steps inside the backward.
+        ValueError: ``guard`` is asked for with DeepSpeed, whose engine steps inside the backward.
     """
 
     holds = "once `guard` left a step out: how many in a row, the last good step, whether the open batch is bad"
@@ -84,13 +84,13 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return loss
 
     def before_generation(self) -> None:
-        """Raise NumbersError if the weights are not finite, before an engine gets them or a training ends with them.
-        Every rank calls it."""
+        """Raise NumbersError if the weights are not finite, before an engine gets them or a training ends with them. A
+        collective."""
         if self.faults is not None and self.trainer.state.global_step != self._finite_at:
             self._refuse_broken_weights()
 
     def _refuse_broken_weights(self) -> None:
-        """Raise NumbersError if weights are not finite; a finite gradient can break them (Adam in fp16: ε is 0)."""
+        """Raise NumbersError if weights are not finite. A finite gradient can break them (in fp16 Adam's ε is 0)."""
         done = self.trainer.state.global_step
         if bad := names_of_bad(self.trainer):
             raise NumbersError(
@@ -101,15 +101,18 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._finite_at = done
 
     def engine_fault(self, fault: Exception) -> None:
-        """Mark the batch as bad: a log-prob of vLLM is not finite. In an evaluation raise ``fault``."""
+        """Mark the batch as bad, because a log-prob of vLLM is not finite. In an evaluation raise ``fault``, that
+        error."""
         faults = self.trainer.recorder.faults_in_training
         if faults is None:
             raise fault
         faults.found("log_prob", str(fault))
 
     def check_gradient(self, norm: Any) -> Any:
-        """Leave out the coming step if a number is not finite; return the gradient norm unchanged. Raise
-        ``NumbersError`` after ``max_bad_steps`` in a row. Every rank calls it."""
+        """Leave out the coming step if a number is not finite; return the gradient norm unchanged. A collective.
+
+        Raises NumbersError after ``max_bad_steps`` bad steps in a row.
+        """
         if self.faults is None:
             return norm
         if hasattr(norm, "full_tensor"):
@@ -132,7 +135,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return norm
 
     def _agreed(self, faults: Faults, found: Tensor) -> dict[str, int]:
-        """Return kind → 0 if all ranks are fine, else 1, or the number of the latest bad generation batch."""
+        """Return kind → 0 if the kind is finite on all ranks; else 1, or the number of the latest bad generation batch.
+        ``found`` is the gradient norm. A collective."""
         accelerator = self.trainer.accelerator
         fine = torch.zeros_like(found, dtype=torch.bool)
         loss = self._loss_is_bad
@@ -146,7 +150,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return dict(zip(KINDS, local.tolist(), strict=True))
 
     def _count(self, bad: list[str]) -> None:
-        """Log ``guard/*`` for every step from the first bad one on, and for those before it in its logging window."""
+        """Log ``guard/*`` for every step from the first bad one on. With the first bad one, the steps before it in its
+        logging window are counted, too."""
         if not bad and not self._seen:
             return
         trainer = self.trainer
@@ -160,7 +165,14 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             trainer.recorder.book("train").add_alike(f"guard/{name}", one, fine + 1)
 
     def _leave_out(self, faults: Faults, bad: list[str], batch: int, norm: Tensor) -> None:
-        """Leave out one more bad step; a generation batch that was counted already is not counted again."""
+        """Leave out the coming step. A generation batch that was counted as bad before is not counted again.
+
+        Args:
+            faults: what was not finite.
+            bad: kinds that are not finite.
+            batch: number of the bad generation batch; 0 if none is bad.
+            norm: the gradient norm.
+        """
         of_step = bool(set(bad) & set(OF_STEP))
         if of_step:
             self._refuse_broken_weights()
@@ -173,7 +185,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._left_out = True
 
     def _tell(self, faults: Faults, bad: list[str], norm: Tensor) -> None:
-        """Keep the bad step's batch and report it; raise NumbersError if it is the last one allowed in a row."""
+        """Keep the bad step's batch and report it. Raise NumbersError if it is the last one allowed in a row."""
         assert self.settings is not None
         self.in_a_row += 1
         step = self.trainer.state.global_step + 1
@@ -245,8 +257,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
 
 
 def last_good(folder: str, taken: int) -> str:
-    """Return a sentence that names the newest whole checkpoint with the weights of step ``taken``, the last one taken,
-    or of an earlier one."""
+    """Return a sentence that names the checkpoint to go back to: the newest whole one with the weights of step
+    ``taken``, the last step taken, or of an earlier step."""
     places = sorted((place for place in Path(folder).glob("checkpoint-*") if step_of(place) >= 0), key=step_of)
     wanted = [place for place in reversed(places) if step_of(place) <= taken]
     later = [place for place in places if step_of(place) > taken]  # written while steps were left out: the same weights

@@ -6,8 +6,9 @@
     reset_optimizer                after every generation batch, Kimi k1.5's iteration (arXiv 2501.12599, §2.3.2): the
                                    next data come from another policy than the moments
 
-A batch's reference log-probs are made with the batch and stay, even if the reference moves while it is trained on.
-TRL's ``sync_ref_model`` moves the reference by a callback of its own; that one is saved and restored here, too.
+A batch's reference log-probs are made with the batch and stay, even if the reference moves while the batch is trained
+on. TRL's ``sync_ref_model`` moves the reference by a callback of its own; a reference moved by it is saved and restored
+here, too.
 """
 
 from __future__ import annotations
@@ -30,8 +31,15 @@ SCHEDULED = ("lr", "initial_lr", "weight_decay", "betas", "momentum")
 
 
 class MovingReference(TrainerCallback):  # type: ignore[misc]
-    """Moves the reference, and saves and restores one that has moved. Raises ``ValueError`` if it cannot move (a new
-    adapter, ZeRO-3, FSDP 1)."""
+    """Moves the reference, and saves and restores one that has moved.
+
+    Args:
+        trainer: the trainer that holds policy and reference.
+        every: the setting ``reference_every``; None if the reference is not moved here.
+
+    Raises:
+        ValueError: the reference cannot be moved (a new adapter, ZeRO-3, FSDP 1).
+    """
 
     holds = (
         "with `reference_every` or `sync_ref_model` whether the reference has moved; its weights, another model's size "
@@ -67,8 +75,8 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         self._moved = True
 
     def save(self, folder: Path) -> dict[str, Any] | None:
-        """Write the reference's weights into a checkpoint if it has moved; return the record's entry if it may move.
-        Every rank calls it."""
+        """Write the reference's weights into a checkpoint if it has moved; return the checkpoint's entry, or None if
+        the reference can never move. Every rank calls it."""
         if not (self._moves() or self._moved):
             return None
         args = self.trainer.args
@@ -90,12 +98,13 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
             )
 
     def _tensors(self) -> dict[str, Tensor] | None:
+        """Return name → the reference's tensor; None in a run without a reference that could be saved."""
         if self.trainer.beta == 0.0 or (self.trainer.ref_model is None and not self._moves()):
             return None
         return {name: ours for name, (ours, _) in self._pairs().items()}
 
     def _pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return name → (the reference's, the policy's) tensor, this rank's part."""
+        """Return name → (the reference's, the policy's) tensor, this rank's part of each."""
         return trl_bridge.reference_tensors(
             self._unwrapped(self.trainer.model), self._unwrapped(self.trainer.ref_model)
         )
@@ -110,17 +119,23 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
 
 
 def empty_optimizer(optimizer: Any) -> None:
-    """Drop all moments and step counts; the next step makes them anew. accelerate's wrapper is removed first."""
+    """Drop all moments and step counts, which the next step makes anew. accelerate's wrapper around the optimizer is
+    removed first."""
     while type(optimizer).__name__ == "AcceleratedOptimizer":
         optimizer = optimizer.optimizer
     optimizer.state.clear()
 
 
 class OptimizerReset(TrainerCallback):  # type: ignore[misc]
-    """Clears the optimizer's state before a generation batch and after its last update, so that checkpoints hold no
-    moments either. Weights, gradients and the learning-rate schedule are not touched. A run resumed inside a batch
-    keeps the moments of its updates so far (``generation_buffer``). Raises ValueError with DeepSpeed, or if the
-    optimizer has state in its parameter groups (schedule-free, Prodigy)."""
+    """Clears the optimizer's state after the last update on a generation batch, so that checkpoints hold no moments
+    either, and once more before the next batch is generated.
+
+    Weights, gradients and the learning-rate schedule are not touched. A run resumed inside a batch keeps the moments of
+    its updates so far (``generation_buffer``).
+
+    Raises:
+        ValueError: with DeepSpeed, or if the optimizer has state in its parameter groups (schedule-free, Prodigy).
+    """
 
     def __init__(self, trainer: UpdatePort) -> None:
         if trainer.is_deepspeed_enabled:
@@ -153,6 +168,7 @@ class OptimizerReset(TrainerCallback):  # type: ignore[misc]
 
 
 def _group_settings(optimizer: Any) -> list[dict[str, str]]:
+    """Return name → value, in words, of each parameter group's entries that no schedule moves."""
     return [
         {name: repr(value) for name, value in group.items() if name != "params" and name not in SCHEDULED}
         for group in optimizer.param_groups

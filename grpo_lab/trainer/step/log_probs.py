@@ -2,9 +2,12 @@
 
 TRL forwards every completion at generation, padded to the longest of the batch, before it knows the rewards. Here the
 reference's numbers come from bins without padding, and the old policy's forward is put off until the first optimizer
-step of the batch. In bfloat16 (and, in the last bits, in float32) a row's log-probs depend on the shape of its forward.
-Old ones from another forward than the loss's make a ratio that is not 1 although the policy has not moved (5.8e-3 per
-sequence in bfloat16, where GSPO clips at 3e-4). So a batch that serves several optimizer steps gets them from:
+step of the batch.
+
+Old log-probs should come from a forward of the same shape as the loss's. In bfloat16 (and, in the last bits, in
+float32) a row's log-probs depend on that shape, so another forward makes a ratio that is not 1 although the policy has
+not moved (5.8e-3 per sequence in bfloat16, where GSPO clips at 3e-4). So a batch that serves several optimizer steps
+gets them from:
 
     while no update has happened since the generation        the loss's own forward, detached
     a micro-batch that comes again (``num_iterations``)      that same forward, kept
@@ -13,9 +16,9 @@ sequence in bfloat16, where GSPO clips at 3e-4). So a batch that serves several 
 
 ``ProximalSource`` says which of them holds for a micro-batch.
 
-With a random forward (dropout), TRL's old log-probs are another draw than the loss's. So they are here: made at
-generation for every row. If an optimizer step mixes rows of two batches or passes, the later bins are not known. Old
-log-probs are then off by rounding.
+With a random forward (dropout), TRL's old log-probs come from another draw than the loss's. They do here, too: they are
+made at generation for every row. If an optimizer step mixes rows of two batches or passes, the bins of later steps are
+not known beforehand. Old log-probs are then off by rounding.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITI
 
 
 class ProximalSource(enum.Enum):
-    """The source of a micro-batch's proximal log-probs: those of the policy before its batch's first update.
+    """The source of a micro-batch's proximal log-probs, those of the policy before its batch's first update.
 
         LOSS         no field: the forward that trains on the rows gives them, detached
         GENERATION   ``proximal_logps`` beside ``as_generated``, a copy: a row that equals its copy reads the loss's own
@@ -68,10 +71,10 @@ class ProximalSource(enum.Enum):
 
         the micro-batches of an optimizer step, where not all are LOSS ─ ``with_same_fields`` ─▶ ROW_BY_ROW, in its bins
 
-    The state follows from the micro-batch's fields, which are in TRL's buffer and so in a checkpoint; log-probs that a
-    team's method writes there are read. It does not follow from ``policy_version``: a row may be trained on by the
-    policy that wrote it and still bring its own log-probs. And where TRL wants none (an epoch's short last step splits
-    a batch), LOSS stays after an update, too.
+    The state follows from the micro-batch's fields, which are in TRL's buffer and so in a checkpoint. Log-probs that a
+    team's method writes there are read. The state does not follow from ``policy_version``: a row may be trained on by
+    the policy that wrote it and still bring its own log-probs. Where TRL wants no old log-probs (an epoch's short last
+    step splits a batch), the state stays LOSS after an update, too.
     """
 
     LOSS = enum.auto()
@@ -97,7 +100,7 @@ class GenerationForwards:
     """What happens to TRL's forwards at generation.
 
     Args:
-        corrected: TRL would make the sampler correction at generation.
+        corrected: the run has a sampler correction, which TRL would compute at generation.
         in_bins: forwards run in bins, which give TRL's numbers.
         put_off: the old policy's forward is not run where TRL asks for it (before the rewards are known).
         draws: forwards are random (dropout), so nothing is put off or replaced by the loss's own forward.
@@ -110,7 +113,8 @@ class GenerationForwards:
 
     @staticmethod
     def of(trainer: UpdatePort) -> GenerationForwards:
-        """Return the decision, made anew for every generation batch."""
+        """Decide for the generation batch that begins. Raises ValueError if log-probs among kept tokens (``top_k``) are
+        needed and cannot be put off. A collective if the verdict on the update is not known yet."""
         misaligned = trainer.phase.outlives_a_step
         corrected = trainer.correction is not None
         wanted = misaligned or corrected
@@ -130,8 +134,8 @@ class GenerationForwards:
         return GenerationForwards(corrected, in_bins, put_off, found.draws)
 
     def instead_of_trls(self, trainer: UpdatePort) -> contextlib.AbstractContextManager[list[str]]:
-        """Return a context for TRL's generation with its forwards in bins. It gives a list that names the forward that
-        was put off (with images, none is)."""
+        """Return a context in which TRL's forwards at generation run in bins. It gives a list, into which the name of
+        the forward that was put off is written (with images, none is)."""
         if not self.in_bins:
             return contextlib.nullcontext([])
 
@@ -151,7 +155,8 @@ class GenerationForwards:
 
 @torch.no_grad()
 def log_probs_in_bins(trainer: UpdatePort, model: Any, fields: dict[str, Any]) -> Tensor:
-    """Return log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token."""
+    """Return log-probs ``[B, T]`` in nats of this rank's completions under ``model``; 0 for rows without a token. A
+    collective."""
     prompts: SharedPrompts = trainer.exact_update.prompts
     return forwards_in_bins(trainer, model, fields, lambda part: prompts.log_probs(model, part)[0], prompts)
 
@@ -162,10 +167,16 @@ def forwards_in_bins(
     trainer: UpdatePort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor],
     prompts: SharedPrompts | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute ``of`` on each bin ``[n, L - 1]``, and return it as ``[B, T]`` of this rank's completions, 0 for rows
-    without a token. Every rank runs the same number of forwards (with sharded weights each one is a collective).
-    ``fields`` are those of ``TEXT``; only rows combined from several generations have a position offset. ``prompts``:
-    given if ``of`` can compute shared prompts once."""
+    """Compute a number per token in bins, and return it as ``[B, T]`` of this rank's completions; 0 for rows without a
+    token. A collective: every rank runs the same number of forwards (with sharded weights each one is a collective).
+
+    Args:
+        trainer: the trainer, for budget and ranks.
+        model: the model that ``of`` forwards.
+        fields: those of ``TEXT``; only rows combined from several generations have a position offset.
+        of: computes the numbers of a bin, ``[n, L - 1]``.
+        prompts: given if ``of`` can compute shared prompts once.
+    """
     table = RowTable.of([{name: fields[name] for name in TEXT if name in fields}])
     before = table.on_host.prompts
     completions = table.on_host.completions
@@ -197,14 +208,15 @@ def forwards_in_bins(
 
 
 def trl_log_probs(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
-    """Return log-probs by TRL's own forward on a micro-batch, as the loss that stays as TRL cut it runs it."""
+    """Return log-probs ``[B, T]`` of a micro-batch by TRL's own forward, as it is run where micro-batches stay as TRL
+    cut them."""
     with trl_bridge.without_checkpointing(trainer.model, trainer.args), rows_in_place(trainer, trainer.model, batch):
         found: Tensor = trl_bridge.stock_forward(trainer, trainer.model, batch)[0]
     return found
 
 
 def padded_log_probs(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
-    """Return log-probs by TRL's own forward on all rows of a generation batch, some at a time."""
+    """Return log-probs ``[B, T]`` of all rows of a generation batch by TRL's own forward, some rows at a time."""
     size = trainer.args.per_device_train_batch_size
     if Carried(batch).position_offset is not None:  # rows of several generations, text only: each keeps its positions
         starts = range(0, batch["prompt_ids"].size(0), size)
@@ -215,7 +227,8 @@ def padded_log_probs(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
 
 
 def rows_in_place(trainer: Collectives, model: Any, batch: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Return a context for TRL's forward on a micro-batch in which a row keeps the positions of its generation."""
+    """Return a context in which TRL's forward of a micro-batch gives each row the positions that it had at its
+    generation."""
     takes = takes_positions(trainer.accelerator.unwrap_model(model))
     return trl_bridge.positions_given(trainer.accelerator, model, positions_at_generation(batch) if takes else None)
 
@@ -235,14 +248,15 @@ def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
 
 
 def keep_copy(batch: dict[str, Any]) -> None:
-    """Copy the proximal log-probs, so that rows that nobody changes read the loss's own forward."""
+    """Copy the proximal log-probs, so that it can be seen which rows a team's method changes; the others read the
+    loss's own forward."""
     if ProximalSource.of(batch) is ProximalSource.STORED:
         carried = Carried(batch)
         carried.as_generated = carried.proximal_logps.clone()
 
 
 def reads_own_forward(batch: dict[str, Any]) -> Tensor:
-    """Return the mask ``[B]`` of rows whose proximal log-probs come from the forward that trains on them."""
+    """Return bool ``[B]``: rows whose proximal log-probs come from the forward that trains on them."""
     source = ProximalSource.of(batch)
     carried = Carried(batch)
     if source is ProximalSource.ROW_BY_ROW:
@@ -259,7 +273,11 @@ def needs_old_logprobs(batch: dict[str, Any]) -> bool:
 
 
 def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the micro-batches of an optimizer step, each with ``proximal_logps`` (0 if none) and ``unmoved``."""
+    """Return the micro-batches of an optimizer step with the same fields, so that they can be one table.
+
+    If they have different sources of proximal log-probs, or one that is not LOSS, each gets ``proximal_logps`` (0 if it
+    had none) and ``unmoved`` (``ProximalSource.ROW_BY_ROW``).
+    """
     if all(ProximalSource.of(batch) is ProximalSource.LOSS for batch in window):
         return window
     marked = [dict(batch) for batch in window]
@@ -274,7 +292,8 @@ def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
-    """Return ``[B, T]`` in nats, without gradient: the stored ones after an update, else the forward's own."""
+    """Return the proximal log-probs ``[B, T]`` in nats, without gradient: the stored ones, or for rows that read their
+    own forward ``logps``, those of the forward that trains on them."""
     own = logps.detach()
     if ProximalSource.of(fields) is ProximalSource.LOSS:
         return own
@@ -282,8 +301,13 @@ def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
 
 
 class OldPolicy:
-    """Stores the proximal log-probs of what is left of the current generation batch after the current step.
-    ``log_probs_of`` (micro-batches, verdict) makes those of a later optimizer step, in the bins that it will have."""
+    """Stores proximal log-probs of the micro-batches that later steps take from the current generation batch.
+
+    Args:
+        trainer: the trainer, whose buffer holds the micro-batches.
+        log_probs_of: ``log_probs_of(micro_batches, verdict)`` makes the log-probs of a later optimizer step, in the
+            bins that it will have.
+    """
 
     def __init__(self, trainer: UpdatePort, log_probs_of: Callable[..., Forwarded]) -> None:
         self._trainer = trainer
@@ -302,14 +326,16 @@ class OldPolicy:
         return []
 
     def again(self, window: int) -> list[int | None]:
-        """Return the places of this step's micro-batches that come again and lack old log-probs; None for others."""
+        """Return for each micro-batch of this step its place in the buffer if a later step trains on it again and it
+        lacks old log-probs; else None. ``window``: number of micro-batches in the step."""
         ahead = set(self._ahead())
         buffer = self._buffer
         here = self._trainer.phase.here(window)
         return [place if place in ahead and needs_old_logprobs(buffer[place]) else None for place in here]
 
     def before_update(self, window: int, verdict: UpdateVerdict) -> int:
-        """Store old log-probs of the micro-batches that only later steps train on; return the bytes received."""
+        """Store old log-probs of the micro-batches that only later steps train on; return the bytes received. A
+        collective."""
         ahead = self._ahead()
         buffer = self._buffer
         known: set[int | None] = set(self._trainer.phase.here(window))
@@ -327,8 +353,13 @@ class OldPolicy:
         return received
 
     def write(self, found: Forwarded, wanted: list[int | None], batches: list[dict[str, Any]]) -> None:
-        """Write the log-probs of the step of ``batches`` into the places ``wanted`` of the buffer (None: not this
-        one)."""
+        """Store the log-probs of a step in TRL's buffer.
+
+        Args:
+            found: the log-probs of the step's rows.
+            wanted: for each micro-batch of the step its place in the buffer; None for one that needs none.
+            batches: the micro-batches of the step.
+        """
         sizes = [batch["completion_ids"].size(0) for batch in batches]
         of_rows = (found.logps.split(sizes), found.made.split(sizes))
         for place, logps, done, batch in zip(wanted, *of_rows, batches, strict=True):
@@ -337,7 +368,7 @@ class OldPolicy:
 
     @torch.no_grad()
     def before_update_in_trls_batches(self) -> None:
-        """Do the same by TRL's forward on what was put off, if the loss stays as TRL cut it after all."""
+        """Store old log-probs by TRL's own forward, where micro-batches stay as TRL cut them."""
         for place in dict.fromkeys(self._ahead()):
             batch = self._buffer[place]
             if needs_old_logprobs(batch):
@@ -345,7 +376,8 @@ class OldPolicy:
 
 
 def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
-    """Store old log-probs in a micro-batch. Rows that were left out (``made`` False) keep those of generation."""
+    """Store old log-probs in a micro-batch. Rows that were not computed (``made`` is False) keep those of
+    generation."""
     carried = Carried(batch)
     if ProximalSource.of(batch) is ProximalSource.LOSS:
         carried.proximal_logps = logps.clone()

@@ -1,6 +1,7 @@
 """The look: the rows of an optimizer step are forwarded once without gradient, before their bins are planned.
 
-Log-probs and entropies go home to the rank that generated the row, into the micro-batches that TRL cut. There
+Log-probs and entropies return to the rank that generated the row, and are put into the micro-batches as TRL cut them.
+With these micro-batches
 
     selecting parts       are asked which tokens they choose (``objectives.Selecting``)
     the loss              is differentiated by its log-probs, which costs no backward of the model. A live row of which
@@ -9,14 +10,14 @@ Log-probs and entropies go home to the rank that generated the row, into the mic
 The answers travel with the rows (``Carried``), and the silent rows are left out of the plan.
 
 Why that is exact. A row's gradient is Σ_t ∂L/∂log π_t · ∇log π_t. The look's bins are those that the step would have
-without it, so its log-probs are those that the step would see, to the bit. The loss of the second forward, which is in
-other bins and rounded otherwise, takes its *values* from the look (``with_value``). So every ∂L/∂log π_t is the one of
-a step without a look, also of a token at the very edge of a clip: a silent row's is exactly 0, and no other row's
-changes sides. Only ∇log π_t comes from the second forward. A silent row has a loss, though no gradient: it is added to
-the step's, and its metrics are counted.
+without it, so its log-probs are those that the step would see, to the bit. The second forward is in other bins and so
+rounds otherwise. Its loss therefore takes the *values* of its log-probs from the look (``with_value``). So every
+∂L/∂log π_t is that of a step without a look, also for a token at the very edge of a clip: a silent row's is exactly 0,
+and no token changes its side of the clip. Only ∇log π_t comes from the second forward. A silent row has a loss, though
+no gradient: it is added to the step's, and its metrics are counted.
 
-Rows of advantage 0 are looked at only for a selecting part, which compares all tokens of a micro-batch; in bins of
-their own, so that those of the others stay as they are.
+Rows of advantage 0 are looked at only for a selecting part, which compares all tokens of a micro-batch. They are in
+bins of their own, so that those of the others stay as they are.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from grpo_lab.trainer.step.update_record import record_losses, record_tokens
 
 @dataclass(frozen=True)
 class Looked:
-    """What a look found.
+    """What a look has found.
 
     Args:
-        step: the rows with what travels with them, and the numbers with the silent ones marked.
+        step: the rows of the step, with what was found in their fields, and the silent ones marked in its numbers.
         forwarded: log-probs and entropies of this rank's rows.
         loss: scalar, the loss of this rank's silent rows.
     """
@@ -67,11 +68,12 @@ def look(
     """Ask the selecting parts, and find the silent rows if ``leaves_out``. A collective on several ranks.
 
     Args:
+        trainer: the trainer.
         step: the rows of the step.
-        forwarded: what forwards of them gave.
+        forwarded: log-probs and entropies of this rank's rows, from a forward without gradient.
         denominators: those of the step.
-        origin: makes the origin of rows from their micro-batches, for their metrics.
-        leaves_out: silent rows may be left out.
+        origin: returns the origin of rows, for their metrics, from the micro-batch of each.
+        leaves_out: whether silent rows may be left out.
     """
     assert forwarded.entropies is not None
     batches = []
@@ -109,8 +111,8 @@ def look(
 
 
 def _micro_batch(trainer: StepPort, step: StepRows, forwarded: Forwarded, rows: slice) -> TokenBatch:
-    """Return a micro-batch as TRL cut it, its log-probs and entropies as leaves of a graph, with the tokens that its
-    parts choose."""
+    """Return a micro-batch as TRL cut it, with the tokens that the selecting parts choose. Its log-probs and entropies
+    are leaves of a graph, so that the loss can be differentiated by them."""
     fields = {name: value[rows] for name, value in step.table.fields.items()}
     mask = step.table.loss_mask[rows] & forwarded.made[rows]
     assert forwarded.entropies is not None
@@ -120,7 +122,8 @@ def _micro_batch(trainer: StepPort, step: StepRows, forwarded: Forwarded, rows: 
 
 
 def _silent_rows(trainer: StepPort, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Tensor]:
-    """Return bool ``[B]``, the silent rows of a micro-batch, and their loss. A row whose loss is not finite is none."""
+    """Return bool ``[B]``, the silent rows of a micro-batch, and the scalar loss of these rows. A row whose loss is not
+    finite does not count as silent."""
     objective = trainer.algorithm.objective
     assert objective is not None
     denominators = with_group_tokens(denominators, batch)
@@ -137,5 +140,5 @@ def _silent_rows(trainer: StepPort, batch: TokenBatch, denominators: Denominator
 
 
 def with_value(value: Tensor, own: Tensor) -> Tensor:
-    """Return ``value``, with the gradient of ``own``."""
+    """Return a tensor with the value of ``value`` and the gradient of ``own``."""
     return value + (own - own.detach())

@@ -37,7 +37,8 @@ from grpo_lab.trainer.step.update_record import (
 
 
 def token_denominator(trainer: UpdatePort, inputs: dict[str, Any]) -> Tensor:
-    """Return TRL's token count: of the generation batch, per rank, rescaled to one accumulation window."""
+    """Return the tokens that ``token_mean`` divides by, per rank, as TRL counts them: those of the generation batch,
+    rescaled to one accumulation window."""
     count: Tensor = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
     if trainer.model.training:
         count = count * trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
@@ -45,8 +46,18 @@ def token_denominator(trainer: UpdatePort, inputs: dict[str, Any]) -> Tensor:
 
 
 def denominators_of(trainer: StepPort, inputs: dict[str, Any], rows: float, micro_batches: float) -> Denominators:
-    """Return denominators counted over everything that TRL would compute, but for ``group_tokens``, which each row
-    carries. Without a token limit the budget is NaN, and nothing divides by it (``settings.inputs.check_budget``)."""
+    """Return the denominators of a step, counted over all rows that TRL would compute. ``group_tokens`` is not among
+    them: each row carries its own (``with_group_tokens``).
+
+    Without a token limit the budget is NaN, and no aggregation that divides by it is allowed
+    (``settings.inputs.check_budget``).
+
+    Args:
+        trainer: the trainer.
+        inputs: a micro-batch of the step, for its token count.
+        rows: rows of the step on this rank.
+        micro_batches: micro-batches of the step.
+    """
     limit = trainer.max_completion_length
     budget = float("nan") if limit is None else float(limit)
     prompts = rows / trainer.current_group_size
@@ -54,7 +65,8 @@ def denominators_of(trainer: StepPort, inputs: dict[str, Any], rows: float, micr
 
 
 def with_group_tokens(denominators: Denominators, batch: TokenBatch) -> Denominators:
-    """Return the denominators of the rows of ``batch``: with the tokens of their prompts, where they are counted."""
+    """Return the denominators for the rows of ``batch``, with ``group_tokens`` if the rows carry the tokens of their
+    prompts."""
     of_rows = Carried(dict(batch.extras)).group_tokens
     if of_rows is None:
         return denominators
@@ -64,7 +76,16 @@ def with_group_tokens(denominators: Denominators, batch: TokenBatch) -> Denomina
 def token_batch(
     trainer: Numbers, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any], values: Tensor | None
 ) -> TokenBatch:
-    """Return the ``TokenBatch`` that surrogates see for one micro-batch or bin."""
+    """Return the ``TokenBatch`` that surrogates see for one micro-batch or bin.
+
+    Args:
+        trainer: the trainer, for objective and sampler correction.
+        logps: ``[B, T]`` log-probs of the policy, with gradient.
+        entropies: ``[B, T]`` in nats.
+        mask: bool ``[B, T]``, tokens that carry loss.
+        fields: the rows' fields (``Carried``).
+        values: ``[B, T]`` of the critic; None without one.
+    """
     objective = trainer.algorithm.objective
     assert objective is not None
     old = proximal_log_probs(logps, fields)
@@ -86,8 +107,8 @@ def token_batch(
 
 
 def record_rejected(trainer: Numbers, book: MetricBook, step: StepRows, origin: Origin) -> None:
-    """Log the sampler's metrics of this rank's rejected rows, if the correction is made in the loss: computed rows are
-    logged there."""
+    """Log the sampler's metrics of this rank's rejected rows, which are in no bin, if the correction is made in the
+    loss. (Those of computed rows are logged with their bins.)"""
     fields = step.table.fields
     carried = Carried(fields)
     if step.rejected is None or carried.proximal_logps is None or not made_in_loss(trainer, carried):
@@ -101,7 +122,7 @@ def record_rejected(trainer: Numbers, book: MetricBook, step: StepRows, origin: 
 
 @torch.no_grad()
 def with_choices(trainer: UpdatePort, batch: TokenBatch) -> TokenBatch:
-    """Return a micro-batch as TRL cut it with the tokens that the selecting parts choose. A collective if there are
+    """Return a micro-batch as TRL cut it, with the tokens that the selecting parts choose. A collective if there are
     such parts and several ranks."""
     objective = trainer.algorithm.objective
     assert objective is not None
@@ -128,15 +149,16 @@ def all_ranks(accelerator: Any, values: Tensor) -> Tensor:
 
 
 def capture_values(trainer: UpdatePort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
-    """Return a context for a training forward that gives a list and puts the critic's values ``[B, L - 1]`` into it;
-    without a critic it stays empty."""
+    """Return a context for a training forward. It gives a list, into which the forward writes the critic's values ``[B,
+    L - 1]``; without a critic the list stays empty."""
     if trainer.algorithm.value is None:
         return contextlib.nullcontext([])
     return trl_bridge.values_heard(trainer.accelerator, model, trunk_learns=not is_warming_up(trainer))
 
 
 def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
-    """Return ``[B, T]``: the policy's loss (the hook) plus vf_coef times the critic's; in its warm-up only that."""
+    """Return the loss per token ``[B, T]``: the policy's (the hook ``token_loss``) plus vf_coef times the critic's;
+    during the critic's warm-up only the latter."""
     value = trainer.algorithm.value
     if value is None:
         return trainer.token_loss(batch)
@@ -152,15 +174,16 @@ def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
 
 
 def of_rows(denominators: Denominators, token_count: Tensor) -> Denominators:
-    """Return the denominators of some rows: if rows of several generation batches are in the step (the token count is
-    then a float), each has its own, ``token_count`` ``[B]``."""
+    """Return the denominators of some rows. If the rows of a step come from several generation batches,
+    ``denominators.tokens`` is a NaN in place of a tensor, and each row has its own count, ``token_count`` ``[B]``."""
     if isinstance(denominators.tokens, float):
         return replace(denominators, tokens=token_count.unsqueeze(1))
     return denominators
 
 
 def scalar_loss(trainer: StepPort, batch: TokenBatch, denominators: Denominators) -> Tensor:
-    """Return the loss of a micro-batch (or bin): that of its tokens, averaged by the objective."""
+    """Return the loss of a micro-batch (or bin): its tokens' losses, aggregated by the objective, without the entropy
+    bonus."""
     objective = trainer.algorithm.objective
     assert objective is not None
     denominators = with_group_tokens(denominators, batch)
@@ -170,7 +193,8 @@ def scalar_loss(trainer: StepPort, batch: TokenBatch, denominators: Denominators
 
 
 def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any], objective: Objective) -> Tensor:
-    """Compute our objective on one micro-batch with TRL's own forward: all rows, all padding, images, router loss."""
+    """Return the loss of one micro-batch as TRL cut it, by our objective and TRL's own forward: all rows, all padding,
+    images, router loss."""
     mode = trainer.recorder.mode()
     with capture_values(trainer, model) as heard:
         logps, entropies, router_loss = trl_bridge.stock_forward(

@@ -6,8 +6,9 @@ the step is planned anew with half the tokens of the bin that was too large. Tha
 finished bins again, once per run.
 
 With several ranks the others must follow. Under DDP a bin's backward does not communicate, and the ranks agree after
-the last one; the backward that synchronises gradients is then a stand-in's. With sharded weights (FSDP, DeepSpeed)
-every forward is a collective in which the others already wait: there it is an error, as with a fixed number.
+the last bin; the backward that synchronises gradients is then that of a dummy. With sharded weights (FSDP, DeepSpeed)
+every forward is a collective in which the other ranks already wait. There a bin that is too large is an error, as with
+a fixed number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ALONE = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A bin that did not fit.
+    """A bin that did not fit the device's memory.
 
     Args:
         tokens: tokens that the plan counts for it.
@@ -42,7 +43,12 @@ class TooLarge:
     said: str
 
     def error(self, asked: Any, kind: str) -> torch.OutOfMemoryError:
-        """Return the error that ends the run. ``asked``: the setting; ``kind``: accelerate's kind of distribution."""
+        """Return the error that ends the run.
+
+        Args:
+            asked: the setting ``update.max_tokens``.
+            kind: accelerate's kind of distribution.
+        """
         if self.rows == 1:
             what = f"a row of {self.tokens} tokens alone does not fit into the device's memory"
             cure = "shorten it (`max_completion_length`, its prompt), or set `gradient_checkpointing: true`"
@@ -58,7 +64,13 @@ class TooLarge:
 
 
 class SweepTooLarge(torch.OutOfMemoryError):
-    """Error: a forward without gradient did not fit. An optimizer step that it belongs to is planned anew."""
+    """A forward without gradient did not fit. An optimizer step that it belongs to is planned anew.
+
+    Args:
+        found: the bin that was too large.
+        asked: the setting ``update.max_tokens``.
+        kind: accelerate's kind of distribution.
+    """
 
     def __init__(self, found: TooLarge, asked: Any, kind: str) -> None:
         super().__init__(str(found.error(asked, kind)))
@@ -66,13 +78,15 @@ class SweepTooLarge(torch.OutOfMemoryError):
 
 
 def can_plan_anew(trainer: UpdatePort) -> bool:
-    """Return whether a step that ran out of memory can be computed again."""
+    """Return whether a step that ran out of memory can be planned anew: with ``auto``, where no rank waits for another
+    inside a bin."""
     kind = trainer.accelerator.distributed_type.value
     return trainer.lab_settings.update.max_tokens == "auto" and kind in ALONE
 
 
 def agreed(trainer: Collectives, own: TooLarge | None) -> TooLarge | None:
-    """Return the smallest bin that did not fit on any rank, the same on all of them. A collective."""
+    """Return the bin that did not fit on any rank, the same on all of them: one with a single row first (it cannot be
+    made smaller), else the smallest. None if all bins fitted. A collective."""
     if trainer.accelerator.num_processes == 1:
         return own
     size = (0, 0)
@@ -104,7 +118,8 @@ class StepBefore:
         self._sums = weights.so_far()
 
     def come_back(self, failed: TooLarge) -> None:
-        """Restore the snapshot. Raise RuntimeError if there were gradients before: these are not told apart."""
+        """Restore the snapshot, since the bin ``failed`` did not fit. Raises RuntimeError if there were gradients
+        before the step: these cannot be told from the attempt's."""
         if self._had_gradients:
             raise RuntimeError(
                 "out of memory in a bin, and the step cannot be computed again: there were gradients before it, which "

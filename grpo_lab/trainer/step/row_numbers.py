@@ -24,17 +24,20 @@ class RowNumbers:
 
     Args:
         prompt_lengths, completion_lengths: long ``[N]``, tokens.
-        scored: long ``[N]`` on the device, loss tokens.
+        scored: long ``[N]`` on the device, number of loss tokens.
         scores: bool ``[N]``, whether there are any loss tokens.
-        contributes: bool ``[N]``, whether some loss token has an advantage (``live_rows``); not if it is rejected.
+        contributes: bool ``[N]``, whether some loss token has an advantage (``live_rows``), and the row is not
+            rejected.
         rejected: bool ``[N]``, live rows whose sampler weight is known to be 0 before any forward; left out.
         silent: bool ``[N]``, rows that the look found without a gradient (``step.look``); left out.
         micro_batch: long ``[N]`` on the device, the micro-batch of the step in which TRL had the row.
         token_count: float ``[N]`` on the device, TRL's token denominator of the row's generation batch.
         prompts: long ``[N]``, ``RowTable.prompt_numbers``; None if they were not asked for.
-        scored_lengths: long ``[N]``, tokens of the completion up to its last loss token: the length of a packed row.
+        scored_lengths: long ``[N]``, tokens of the completion up to its last loss token: its length in a packed row.
         footprint: padded tokens of the largest micro-batch that TRL cut, over all ranks.
-        widths: width of each field that has one, over all ranks; ``local_widths``: on each rank.
+        widths: field → its width, the largest of all ranks, for fields that have one.
+        local_widths: field → its width on each rank.
+        bytes_received: bytes that came to this rank to learn this.
     """
 
     prompt_lengths: Tensor
@@ -61,8 +64,13 @@ class RowNumbers:
         """Gather the facts of all ranks' rows from this rank's. A collective on several ranks.
 
         Args:
+            table: this rank's rows.
+            micro_batch: long ``[n]``, the micro-batch of each row.
+            token_count: float ``[n]``, TRL's token denominator of each row's generation batch.
+            footprint: padded tokens of this rank's largest micro-batch.
+            accelerator: of the run.
             prompts: also gather the numbers of the prompts.
-            rejected: bool ``[n]``, this rank's rows whose sampler weight is known to be 0.
+            rejected: bool ``[n]``, this rank's rows whose sampler weight is known to be 0; None if none is known.
 
         Raises:
             RuntimeError: ranks hold different fields (a team's field that only some rows or ranks have).
@@ -124,17 +132,24 @@ class RowNumbers:
         return self.prompt_lengths + self.completion_lengths
 
     def others(self) -> RowNumbers:
-        """Return the numbers of the same rows, with those marked as contributing that score but do not contribute."""
+        """Return the numbers of the same rows, in which those contribute that carry loss tokens and did not contribute
+        before."""
         return replace(self, contributes=self.scores & ~self.contributes)
 
     def with_fields(self, names: Iterable[str]) -> RowNumbers:
-        """Return the numbers of rows that have further fields, aligned with the completion."""
+        """Return the numbers of the same rows with further fields, named ``names``, that have one value per completion
+        token."""
         widths = dict.fromkeys(names, self.widths["completion_ids"])
         local = dict.fromkeys(names, self.local_widths["completion_ids"])
         return replace(self, widths={**self.widths, **widths}, local_widths={**self.local_widths, **local})
 
     def rows(self, all_rows: bool, packed: bool = False) -> Rows:
-        """Return the rows for the plan. ``all_rows``: also those without an advantage; ``packed``: in packed length."""
+        """Return the rows for the plan.
+
+        Args:
+            all_rows: also compute rows without an advantage.
+            packed: lengths of completions are those in a packed row.
+        """
         live = (self.scores if all_rows else self.contributes) & ~self.silent
         completions = self.scored_lengths if packed else self.completion_lengths
         return Rows(self.prompt_lengths, completions, live)
@@ -157,13 +172,13 @@ class StepRows:
     """The rows of an optimizer step.
 
     Args:
-        table: those of this rank.
-        sizes: rows of each of its micro-batches, in the order of the table.
-        slots: long ``[n]``, in which micro-batch each row is.
+        table: this rank's rows.
+        sizes: number of rows in each of this rank's micro-batches, in the order of the table.
+        slots: long ``[n]``, the micro-batch of each row.
         token_count: float ``[n]``, TRL's token denominator of each row's generation batch.
-        rejected: bool ``[n]``, those of this rank whose sampler weight is known to be 0; None if none is known.
+        rejected: bool ``[n]``, this rank's rows whose sampler weight is known to be 0; None if none is known.
         numbers: facts about all ranks' rows.
-        budget: tokens of a forward.
+        budget: tokens that one forward may have.
     """
 
     table: RowTable

@@ -29,8 +29,15 @@ def needs_batch(correction: Correction | None) -> bool:
 def sampler_weights(
     correction: Correction | None, proximal_logps: Tensor, fields: dict[str, Any], mask: Tensor
 ) -> Tensor | None:
-    """Return the weights of a micro-batch's or bin's rows, ``[B, T]`` or ``[B, 1]``: those that were made at
-    generation, else those of ``correction``; None without one."""
+    """Return the sampler's weights for the rows of a micro-batch or bin, ``[B, T]`` or ``[B, 1]``: those that were made
+    at generation, else those of ``correction``. None without a correction.
+
+    Args:
+        correction: the run's sampler correction; None without one.
+        proximal_logps: ``[B, T]`` in nats.
+        fields: the rows' fields (``Carried``).
+        mask: bool ``[B, T]``, tokens that carry loss.
+    """
     carried = Carried(fields)
     if carried.sampler_weights is not None or correction is None:
         return carried.sampler_weights
@@ -39,11 +46,12 @@ def sampler_weights(
 
 
 def rejected_rows(trainer: UpdatePort, mask: Tensor, fields: dict[str, Any]) -> Tensor | None:
-    """Return bool ``[B]``: rows whose weight is 0 on every loss token, as far as it is known before a forward; None if
-    none is known.
+    """Return bool ``[B]``: rows whose weight is known, before any forward, to be 0 on every loss token; None if no
+    weight is known yet.
 
-    It is known if it was made at generation, or follows from stored proximal log-probs. The latter only in full
-    precision: the stored ones come from bins that hold these rows, and in half precision log-probs follow the bins.
+    A weight is known if it was made at generation, or if it follows from stored proximal log-probs. The latter holds
+    only in full precision: the stored log-probs come from bins that hold these rows, and in half precision log-probs
+    depend on the bins.
     """
     carried = Carried(fields)
     if carried.sampler_weights is not None:
@@ -78,7 +86,8 @@ def check_reported(trainer: StepPort, batch: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def weigh_batch(trainer: StepPort, batch: dict[str, Any], forwards: GenerationForwards) -> None:
-    """Write the weights of a correction that needs the whole generation batch into ``batch``, this rank's rows."""
+    """Write the weights of a correction that needs the whole generation batch into ``batch``, this rank's rows. A
+    collective for such a correction."""
     correction = trainer.correction
     if correction is None or not needs_batch(correction):
         return

@@ -1,17 +1,18 @@
 """Silent rows: live rows of which no token has a gradient, and whether a step is looked at to leave them out.
 
-A token outside a one-sided clip has a loss and no gradient. So has one that a gate or the sampler's correction drops.
-A row of which that holds for all tokens needs no backward. But it is known only after a forward: the look
-(``step.look``) is one forward without gradient more, about a third of what forward and backward cost. With a share s of
-the live rows' tokens in silent rows, a step then costs 1/3 + (1 − s), and that is less than 1 from s = 1/3 on.
+A token outside a one-sided clip has a loss and no gradient. So has one that a gate or the sampler's correction drops. A
+row whose tokens are all of this kind needs no backward. But this is known only after a forward, the look
+(``step.look``): one more forward without gradient, about a third of the cost of forward and backward. If a share s of
+the live rows' tokens is in silent rows, a step then costs 1/3 + (1 − s), which is less than 1 from s = 1/3 on.
 
-    update.silent_rows: auto    look where s was above ``BEGIN`` at the same place of the last generation batch, until
-                                it is below ``END``. Every step measures s, looked at or not
+    update.silent_rows: auto    look if s was above ``BEGIN`` at the same place of the last generation batch, and go on
+                                until it is below ``END``. Every step measures s, looked at or not
                         skip    look at every step
                         keep    leave out no silent row
 
-A part that chooses tokens (``objectives.Selecting``) has to look anyway. No row is silent where another term of the
-loss acts on every row, and with dropout, whose next draw may give a row a gradient, none is looked for.
+A part that chooses tokens (``objectives.Selecting``) needs the look anyway. Silent rows are not looked for where
+another term of the loss acts on every row, so that none is silent, nor with dropout, whose next draw may give a row a
+gradient.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from grpo_lab.trainer.step.row_numbers import RowNumbers
 
 BEGIN = 0.4
 END = 0.3
-"""Shares of silent rows around 1/3, so that a share near it does not change the steps to and fro."""
+"""Shares of tokens in silent rows at which looking begins and ends: on either side of 1/3, so that a share near it does
+not switch the look on and off."""
 WORTH_ASKING = 0.05
-"""How likely a bin must be silent for the host to wait for the answer."""
+"""The host waits for the answer whether a bin is silent only if that is at least this likely."""
 
 
 def with_gradient(loss: Tensor, batch: TokenBatch) -> Tensor:
-    """Return bool ``[B, T]``: loss tokens for whose log-prob, entropy or value the loss has a gradient, or NaN. The
-    model is not differentiated, and the graph stays."""
+    """Return bool ``[B, T]``: loss tokens for whose log-prob, entropy or value the scalar ``loss`` has a gradient, or a
+    NaN. The model is not differentiated, and the graph is kept."""
     of = [one for one in (batch.logps, batch.entropies, batch.values) if one is not None and one.requires_grad]
     found = torch.zeros_like(batch.mask)
     if not loss.requires_grad or not of:
@@ -50,9 +52,11 @@ def with_gradient(loss: Tensor, batch: TokenBatch) -> Tensor:
 
 
 class SilentRows:
-    """Decides which steps are looked at, by the shares of silent rows so far. One per trainer; the same on every rank.
+    """Decides which steps are looked at, by the shares of silent rows so far. A trainer has one; it decides the same on
+    every rank.
 
-    A place is an optimizer step's, counted from the start of its generation batch: the first one has no stale row.
+    Shares are kept by place: the number of an optimizer step within its generation batch. Steps at different places
+    differ: the rows of the first one are not stale.
     """
 
     holds = "with `update.silent_rows: auto` the shares of silent rows, so that the resumed run looks at the same steps"
@@ -64,7 +68,7 @@ class SilentRows:
         self.forget()
 
     def forget(self) -> None:
-        """Begin a training."""
+        """Forget all shares, when a training begins."""
         #: place → share, or tokens of silent and of live rows ``[2]`` on the device, not read yet
         self._shares: dict[int, float | Tensor] = {}
         self._looks: set[int] = set()
@@ -76,8 +80,8 @@ class SilentRows:
 
     @property
     def share(self) -> float:
-        """Share of live rows' tokens in silent rows when this place of a generation batch was last computed. Reading
-        it first waits for the device."""
+        """Share of live rows' tokens in silent rows, when this place of a generation batch was last computed; 0 before.
+        The first reading waits for the device."""
         return self._read(self._place)
 
     def _read(self, place: int) -> float:
@@ -93,7 +97,7 @@ class SilentRows:
         return self.asked != "keep" and found.all_rows is None and not found.draws
 
     def looks(self, found: UpdateVerdict) -> bool:
-        """Return whether the step that begins is looked at."""
+        """Return whether the step that begins is to be looked at."""
         objective = self._trainer.algorithm.objective
         self._leaves_out = self.may_be_left_out(found)
         if objective is not None and objective.selecting:
@@ -116,23 +120,23 @@ class SilentRows:
         return place in self._looks
 
     def _say_why_not(self, found: UpdateVerdict) -> None:
-        """Say once that ``skip`` leaves no row out, and why."""
+        """With ``skip`` say once why no row is left out."""
         if self.asked != "skip":
             return
         why = found.all_rows or "the forward draws random numbers, and the next draw may give a row a gradient"
         self._trainer.recorder.say(f"`update.silent_rows: skip` leaves no row out: {why}", key="silent rows kept")
 
     def may_ask(self, rows: int) -> bool:
-        """Return whether the host should wait for the answer whether a bin of so many rows is silent, and so needs no
-        backward. Not where a backward is a collective."""
+        """Return whether the host should wait for the answer whether a bin of ``rows`` rows is silent, which would save
+        its backward. It should not where a backward is a collective."""
         if not self._leaves_out or rows == 0:
             return False
         alone = self._trainer.accelerator.distributed_type.value in ALONE
         return alone and self.share**rows >= WORTH_ASKING
 
     def seen(self, tokens: Tensor, numbers: RowNumbers) -> None:
-        """Take note of the tokens of silent and of live rows of the step at hand, ``[2]``, over all ranks. Rejected
-        rows, counted in both, are taken out: they are left out without a look."""
+        """Record the share of the step at hand. ``tokens``: ``[2]``, tokens in silent and in live rows over all ranks.
+        Both count the rejected rows, which are left out without a look; they are subtracted."""
         rejected = int(numbers.lengths[numbers.rejected].sum())
         self._shares[self._place] = tokens - rejected
 
@@ -144,7 +148,7 @@ class SilentRows:
         return {"shares": known, "looks": sorted(self._looks)}
 
     def load(self, saved: SavedState | None) -> None:
-        """Restore what ``save`` returned, after ``forget``: the entry of the generation batch comes before."""
+        """Restore what ``save`` returned. Must be called after ``forget``."""
         if saved is None or self.asked != "auto":
             return
         found = saved.entry("silent_rows", _checked, "the shares are then measured anew")

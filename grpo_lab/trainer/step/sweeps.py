@@ -1,4 +1,8 @@
-"""Forwards without gradient over the rows of an optimizer step, in its bins; their results go home."""
+"""Forwards without gradient over the rows of an optimizer step, in its bins.
+
+The results, log-probs and entropies, are sent back to the ranks that generated the rows. They serve the look
+(``step.look``) and the old log-probs of later steps (``step.log_probs``).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,13 @@ from grpo_lab.update import Plan
 
 
 class Sweeps:
-    """Forwards the rows of a step without gradient. ``exchanged`` plans a step and brings its rows to their ranks."""
+    """Forwards the rows of a step without gradient.
+
+    Args:
+        trainer: the trainer.
+        prompts: computes the log-probs of a bin, with shared prompts where that is allowed.
+        exchanged: plans a step and brings its rows to their ranks.
+    """
 
     def __init__(
         self,
@@ -38,14 +48,25 @@ class Sweeps:
         self._under_way: list[int] = []  # rows of the bin that is being computed
 
     def bin(self, rows: Exchange, places: list[int]) -> Bin:
-        """Return rows of a step as one forward."""
+        """Return the rows ``places`` of a step as one forward."""
         with host(LAYOUT):
             return rows.bin(places, position_limit(self._trainer.accelerator.unwrap_model(self._trainer.model)))
 
     @torch.no_grad()
     def forwarded(self, step: StepRows, found: UpdateVerdict, entropies: bool = False) -> Forwarded:
-        """Forward the rows of a step, in the bins that it has if no row is silent; with a selecting part the others,
-        too, in bins of their own. ``entropies``: also bring entropies home. Collectives."""
+        """Forward the rows of a step, in the bins that the step has if no row is silent. Collectives.
+
+        A selecting part reads all tokens, so with one the rows without an advantage are forwarded, too, in bins of
+        their own.
+
+        Args:
+            step: the rows of the step.
+            found: what may be left out.
+            entropies: also bring entropies home.
+
+        Raises:
+            SweepTooLarge: a bin did not fit the device's memory.
+        """
         objective = self._trainer.algorithm.objective
         made = self._swept(step, found, entropies)
         others = replace(step, numbers=step.numbers.others())
@@ -55,6 +76,7 @@ class Sweeps:
         return made
 
     def _swept(self, step: StepRows, found: UpdateVerdict, entropies: bool) -> Forwarded:
+        """Forward the rows of one plan."""
         plan, rows = self._exchanged(step, found)
         logps = Collected()
         of_tokens = Collected()
@@ -75,8 +97,8 @@ class Sweeps:
         return replace(made, tokens=plan.tokens_computed, bytes_received=came)
 
     def _raise_if(self, failed: TooLarge | None) -> None:
-        """Raise SweepTooLarge if a bin did not fit: on every rank, where the step can be planned anew. A collective
-        there."""
+        """Raise SweepTooLarge if a bin did not fit, on this rank or, where the step can be planned anew, on any rank. A
+        collective there."""
         if can_plan_anew(self._trainer):
             failed = agreed(self._trainer, failed)
         if failed is not None:
@@ -84,13 +106,13 @@ class Sweeps:
             raise SweepTooLarge(failed, self._trainer.lab_settings.update.max_tokens, kind)
 
     def home(self, rows: Exchange, found: Collected) -> Forwarded:
-        """Bring log-probs to the ranks that generated the rows. A collective if any row moved."""
+        """Send log-probs to the ranks that generated the rows. A collective if any row moved."""
         double = any(weights.dtype == torch.float64 for weights in self._trainer.model.parameters())
         return Forwarded(*rows.home(found, torch.float64 if double else torch.float32))
 
     @torch.no_grad()
     def record_entropy(self, step: StepRows, found: UpdateVerdict, denominators: Denominators) -> None:
-        """Record the entropy of all rows, as stock TRL does: for a drop-in's step without a live row."""
+        """Record the entropy of all rows, as stock TRL does, in a drop-in's step without a live row. A collective."""
         _, rows = self._exchanged(step, replace(found, all_rows="entropy"))
         for _, part, _, entropies in self._bins(rows):
             assert entropies is not None  # the policy's head makes them
@@ -111,10 +133,11 @@ class Sweeps:
 
 
 def origin_of(trainer: UpdatePort, denominators: Denominators, micro_batch: Tensor) -> Origin:
-    """Return where TRL had rows, for their metrics; ``micro_batch``: long ``[B]``."""
+    """Return where TRL had the rows whose micro-batches are ``micro_batch`` (long ``[B]``), for their metrics."""
     return Origin(micro_batch, int(denominators.micro_batches), trainer.phase.every)
 
 
 def of_completions(values: Tensor, rows: Bin) -> Tensor:
-    """Return the completion tokens' values ``[n, T]`` of a bin's forward ``[n, L - 1]``, 0 beyond a completion."""
+    """Return the values of completion tokens ``[n, T]`` from those of a bin's forward ``[n, L - 1]``; 0 beyond a
+    completion."""
     return values.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)

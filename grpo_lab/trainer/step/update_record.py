@@ -32,7 +32,8 @@ def padded_tokens(batch: dict[str, Any]) -> int:
 
 
 class UpdateRecord:
-    """Logs ``update/*`` for every optimizer step, however it is computed, and reports why rows are not skipped."""
+    """Logs ``update/*`` for every optimizer step, however it is computed, and says once per reason why rows are not
+    left out."""
 
     def __init__(self, trainer: UpdatePort) -> None:
         self.trainer = trainer
@@ -42,17 +43,27 @@ class UpdateRecord:
         self._described: dict[str, Any] = {}
 
     def described(self, found: UpdateVerdict) -> dict[str, Any]:
-        """Return the description of the update for ``run.json``: ``rows`` (``live only``, ``all``), ``batches``
-        (``bins``, ``as TRL``), the reason, ``randomness`` if the update is exact in distribution only, and token counts
-        of the first step."""
+        """Return the description of the update for ``run.json``.
+
+        Its keys: ``rows`` (``live only``, ``all``), ``batches`` (``bins``, ``as TRL``), ``because`` (the reason),
+        ``randomness`` if the update is exact in distribution only, and the first step's token counts.
+        """
         return self._described or _described(found)
 
     def in_bins(
         self, plan: Plan, numbers: RowNumbers, padded: int, found: UpdateVerdict, budget: int, received: int
     ) -> dict[str, Tensor]:
-        """Record a step that was computed in bins. ``padded``: tokens of this rank's micro-batches, which have one size
-        on every rank; ``received``: bytes that came to it. Return the sums of what was recorded since the last
-        reduction (``MetricBook.reduce``)."""
+        """Record a step that was computed in bins. A collective. Return the sums of what was recorded since the last
+        reduction (``MetricBook.reduce``).
+
+        Args:
+            plan: the step's plan.
+            numbers: facts about all rows of the step.
+            padded: tokens of this rank's micro-batches with their padding, as many as on every rank.
+            found: what could be left out.
+            budget: tokens that one forward may have.
+            received: bytes that came to this rank.
+        """
         recorder = self.trainer.recorder
         accelerator = self.trainer.accelerator
         stock = accelerator.num_processes * padded
@@ -77,11 +88,11 @@ class UpdateRecord:
         return sums
 
     def looked_at(self, tokens: int) -> None:
-        """Record the tokens, padded and over all ranks, that the step's look forwarded."""
+        """Record the tokens that the step's look forwarded, with padding and over all ranks."""
         self._alike("tokens_looked", tokens, 1)
 
     def as_trl(self, inputs: dict[str, Any], found: UpdateVerdict, budget: int | None) -> None:
-        """Record a micro-batch that stays as TRL cut it; for the last one of an optimizer step a collective."""
+        """Record a micro-batch that stays as TRL cut it. For the last one of an optimizer step this is a collective."""
         scored = loss_mask(inputs)
         advantages = inputs.get("advantages")
         accelerator = self.trainer.accelerator
@@ -110,8 +121,18 @@ class UpdateRecord:
         self, found: UpdateVerdict, reason: str, computed: int, rows: Rows, budget: int, stock: int,
         prompts: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Report once per reason what is not skipped, why, and its cost compared with the live ``rows`` in bins of
-        ``budget`` tokens (with each of ``prompts`` once)."""
+        """Report, once per reason, what is not left out, why, and what it costs: the computed tokens beside those of
+        the live rows in bins.
+
+        Args:
+            found: the verdict on the step.
+            reason: why rows are not left out, or batches not re-cut.
+            computed: tokens that the step computed.
+            rows: the live rows.
+            budget: tokens that one forward may have.
+            stock: tokens that stock TRL computes.
+            prompts: a number per row, if each prompt is to be counted once.
+        """
         recorder = self.trainer.recorder
         key = f"exact update: {reason}"
         if recorder.has_said(key):
@@ -139,7 +160,16 @@ class UpdateRecord:
         )
 
     def _record(self, rows: int, all_rows: int, tokens: int, computed: int, stock: int) -> dict[str, Tensor]:
-        """Log numbers that are the same on every rank, and return the sums of the reduction."""
+        """Log the token counts of a step, which are the same on every rank. Return the sums of the reduction. A
+        collective.
+
+        Args:
+            rows: rows that were computed.
+            all_rows: rows of the step.
+            tokens: tokens of the computed rows without padding.
+            computed: tokens that were computed, with padding.
+            stock: tokens that stock TRL computes.
+        """
         for name, total, count in (
             ("live_share", rows, all_rows),
             ("padding_share", computed - tokens, max(computed, 1)),
@@ -158,7 +188,8 @@ class UpdateRecord:
         return book.reduce(accelerator)
 
     def _alike(self, name: str, total: int, count: int) -> None:
-        """Log a number that every rank knows. Pairs are added up over ranks, so each rank adds its share."""
+        """Log a number that every rank knows. Pairs (total, count) are added up over ranks, so each rank adds its
+        share."""
         accelerator = self.trainer.accelerator
         mine = 1.0 / accelerator.num_processes
         total_here = torch.tensor([total * mine], device=accelerator.device)
@@ -166,7 +197,8 @@ class UpdateRecord:
 
 
 def _described(found: UpdateVerdict, *price: int) -> dict[str, Any]:
-    """Return the description. ``price``: first-step tokens: computed, of live rows in bins, of stock TRL."""
+    """Return the description of a verdict for ``run.json``. ``price``: tokens of the first step: computed, of live rows
+    in bins, of stock TRL; empty before it."""
     described = {
         "batches": "bins" if found.stock is None else "as TRL",
         "rows": "live only" if found.stock is None and found.all_rows is None else "all",
@@ -180,8 +212,8 @@ def _described(found: UpdateVerdict, *price: int) -> dict[str, Any]:
 
 
 def value_targets(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the critic's old values and its returns (0 where there are none), and bool ``[B, T]``: where there are. A
-    completion that could not be scored has none."""
+    """Return the critic's old values and its returns, ``[B, T]`` and 0 where there are none, and bool ``[B, T]``: where
+    there are. A completion that could not be scored has no returns."""
     carried = Carried(dict(batch.extras))
     mask = batch.mask & ~carried.returns.isnan()
     return safe(carried.old_values, mask), safe(carried.returns, mask), mask
@@ -189,8 +221,8 @@ def value_targets(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def record_tokens(trainer: Numbers, book: MetricBook, batch: TokenBatch, origin: Origin | None = None) -> None:
-    """Log entropy, KL, and the diagnostics of surrogate and critic. ``origin`` belongs to the rows of a bin; ``None``
-    means a micro-batch as TRL cut it."""
+    """Log entropy, KL, and the diagnostics of surrogate and critic. ``origin`` says where TRL had the rows of a bin;
+    None for a micro-batch as TRL cut it."""
     objective = trainer.algorithm.objective
     critic = trainer.algorithm.value
     assert objective is not None
@@ -217,20 +249,21 @@ def record_tokens(trainer: Numbers, book: MetricBook, batch: TokenBatch, origin:
 
 
 def made_in_loss(trainer: Numbers, carried: Carried) -> bool:
-    """Return whether TRL did not make the sampler's weights at generation, and so did not log them."""
+    """Return whether the sampler's weights are made here and not by TRL at generation, so that TRL has not logged
+    them."""
     made_here = carried.sampler_weights is None or getattr(trainer.correction, "whole_batch", False)
     return carried.behaviour_logps is not None and made_here
 
 
 def _by_task(trainer: Numbers, extras: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield, for each task of a mixture, its name and bool ``[B, 1]``: which rows are of it."""
+    """Yield for each task of a mixture its name and bool ``[B, 1]``: its rows."""
     carried = Carried(dict(extras))
     for number, name in enumerate(trainer.lab_settings.tasks):
         yield name, carried.task.unsqueeze(1) == number
 
 
 def record_live(trainer: UpdatePort, inputs: dict[str, Any]) -> None:
-    """Log, for each task, the share of a micro-batch's rows that some loss token with an advantage makes live."""
+    """Log for each task the share of a micro-batch's rows that are live (some loss token has an advantage)."""
     scored = loss_mask(inputs)
     advantages = inputs.get("advantages")
     live = scored.any(dim=1) if advantages is None else live_rows(advantages, scored)
@@ -240,7 +273,8 @@ def record_live(trainer: UpdatePort, inputs: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def record_losses(trainer: UpdatePort, batch: TokenBatch, of_tokens: Tensor, denominators: Denominators) -> None:
-    """Log what each task adds to the loss of the optimizer step, as HF logs the whole: the mean over ranks."""
+    """Log what each task adds to the loss of the optimizer step; as HF logs the whole loss, the mean over ranks.
+    ``of_tokens``: the loss per token ``[B, T]``."""
     objective = trainer.algorithm.objective
     assert objective is not None
     if not trainer.lab_settings.tasks:
@@ -279,7 +313,8 @@ def record_sampling(
 
 
 def record_skipped(trainer: Numbers, book: MetricBook, batch: TokenBatch, left_out: LeftOut) -> None:
-    """Count rows that were left out if their value is known: the surrogate's diagnostics are 0 there.
+    """Count the rows that were left out in the means of metrics whose value is known for them: the surrogate's
+    diagnostics, which are 0 there.
 
     ``batch`` is a bin of this step and shows which diagnostics there are. If it is one token wide (a dummy, say), it
     does not show whether a diagnostic is per row or per token; a toy batch of several tokens then does.
@@ -301,8 +336,15 @@ def record_skipped(trainer: Numbers, book: MetricBook, batch: TokenBatch, left_o
 
 @torch.no_grad()
 def record_without_gradient(book: MetricBook, batch: TokenBatch, acts: Tensor, tokens: Tensor) -> None:
-    """Log which share of the live rows' loss tokens has no gradient, and which share of their tokens is in rows without
-    any. ``acts``: bool ``[B, T]``, tokens that have one; ``tokens``: long ``[B]``, prompt and completion."""
+    """Log two shares over live rows: of their loss tokens, those without a gradient; of their tokens, those in rows
+    without any gradient.
+
+    Args:
+        book: the metrics.
+        batch: the rows.
+        acts: bool ``[B, T]``, tokens that have a gradient.
+        tokens: long ``[B]``, tokens of prompt and completion.
+    """
     live = ((batch.advantages != 0) & batch.mask).any(dim=1)
     mask = batch.mask & live.unsqueeze(1)
     book.add(NO_GRADIENT_SHARE, (mask & ~acts).sum(), mask.sum())
@@ -310,7 +352,8 @@ def record_without_gradient(book: MetricBook, batch: TokenBatch, acts: Tensor, t
 
 
 def record_left_out(book: MetricBook, numbers: RowNumbers, ranks: int) -> None:
-    """Log the same for silent and rejected rows, which are in no bin. Each rank adds its share."""
+    """Log the shares of ``record_without_gradient`` for silent and rejected rows, which are in no bin. Every rank knows
+    them, so each adds its part."""
     rows = numbers.silent | numbers.rejected
     scored = numbers.scored[rows.to(numbers.scored.device)].sum() / ranks
     tokens = numbers.lengths[rows].sum().to(scored.device) / ranks
