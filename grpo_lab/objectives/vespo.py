@@ -15,6 +15,8 @@ from grpo_lab.objectives.literal import LiteralRow
 #: Bounds in nats: the log-ratio of a token is clamped to ±HIGHEST, the log of the whole weight to LOWEST … HIGHEST.
 HIGHEST = 20.0
 LOWEST = math.log(1e-8)
+#: Smallest λ: a smaller one is taken as this, as in TRL.
+LEAST_DECAY = 1e-4
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class GammaWeight:
     effect.
 
     Args:
-        k_pos, lambda_pos: k ≥ 0 and λ ≥ 0 where Â ≥ 0 (λ is taken as 1e-4 at least, as in TRL); TRL's ``vespo_k_pos``,
+        k_pos, lambda_pos: k ≥ 0 and λ ≥ 0 where Â ≥ 0 (λ counts as 1e-4 at least, as in TRL); TRL's ``vespo_k_pos``,
             ``vespo_lambda_pos``.
         k_neg, lambda_neg: the same where Â < 0.
     """
@@ -62,7 +64,7 @@ class GammaWeight:
         positive = batch.advantages >= 0
         k = torch.full_like(batch.advantages, self.k_neg).masked_fill(positive, self.k_pos)
         decay = torch.full_like(batch.advantages, self.lambda_neg).masked_fill(positive, self.lambda_pos)
-        decay = decay.clamp(min=1e-4)
+        decay = decay.clamp(min=LEAST_DECAY)
         log_weight = _log_weight(batch)
         return torch.exp(decay + k * log_weight - decay * log_weight.exp()).nan_to_num(nan=0.0, posinf=0.0)
 
@@ -74,7 +76,9 @@ class GammaWeight:
         """Compute the loss of token ``t`` with plain floats."""
         moved = [new - old for new, old in zip(row.logps, row.proximal_logps, strict=True)]
         total = min(max(sum(min(max(step, -HIGHEST), HIGHEST) for step in moved), LOWEST), HIGHEST)
-        k, decay = (self.k_pos, self.lambda_pos) if row.advantage >= 0 else (self.k_neg, self.lambda_neg)
+        positive = row.advantage >= 0
+        k = self.k_pos if positive else self.k_neg
+        decay = max(self.lambda_pos if positive else self.lambda_neg, LEAST_DECAY)
         return -math.exp(decay + k * total - decay * math.exp(total)) * row.advantage * row.logps[t]
 
 

@@ -74,6 +74,12 @@ def test_vespos_weight_is_trls(weights: str | None) -> None:
         torch.testing.assert_close(GammaWeight(1.5, 2.0, 2.5, 0.7).weight(batch), stock, rtol=1e-6, atol=1e-9)
 
 
+def test_vespo_without_decay_is_proved() -> None:
+    """λ = 0 counts as 1e-4, as in TRL: in the tensors and in the formula of the start-up proof."""
+    objective = Objective("vespo", GammaWeight(1.0, 0.0, 1.0, 0.0), AGGREGATIONS["token_mean"])
+    assert "proved on a toy batch" in prove_loss(objective.token_loss, objective)
+
+
 def test_gates_by_hand() -> None:
     """Two rows of negative advantage whose mean log μ/π is 0.25 and −0.5; entropies 1, 2, 3, 4: the upper half."""
     logps = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]], dtype=torch.float64)
