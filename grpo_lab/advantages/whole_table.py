@@ -52,7 +52,7 @@ class GDPO(StdNormalized):
         return scorable(summed / (deviation(summed, 0, False, self.std) + self.epsilon), table.values)
 
 
-def weights_of(table: RewardTable) -> Tensor:
+def lengths_by_group(table: RewardTable) -> Tensor:
     """Return the tokens of each completion by group, float64 ``[N/G, G]``, 0 for an unscorable one. Raises ValueError
     for a table without lengths."""
     if table.lengths is None:
@@ -78,7 +78,7 @@ class OPO:
     def __call__(self, table: RewardTable) -> Tensor:
         """Return advantages ``[N]``, float64. Raises ValueError for a table without lengths."""
         grouped = by_group(table.total, table.group_size)
-        lengths = weights_of(table)
+        lengths = lengths_by_group(table)
         centred = grouped - group_average(grouped)  # exactly 0 in a group of equal rewards
         tokens = lengths.sum(dim=1, keepdim=True).clamp(min=1)
         rest = (lengths * centred).nansum(dim=1, keepdim=True) / tokens
@@ -120,7 +120,7 @@ class ReinforcePPBaseline(StdNormalized):
         centred = grouped - group_average(grouped)
         mean = torch.zeros((), dtype=torch.float64, device=centred.device)
         if self.over == "tokens":
-            counts = weights_of(table)
+            counts = lengths_by_group(table)
             mean = (counts * centred).nansum() / counts.sum().clamp(min=1)
         else:
             counts = (~grouped.isnan()).double()

@@ -181,8 +181,9 @@ class Objective:
         report = getattr(self.surrogate, "diagnostics", None)
         values: dict[str, Tensor] = {} if report is None else report(batch)
         if self.ratio == "product":
-            acts = (batch.advantages != 0).any(dim=1, keepdim=True)
-            values = {**values, "product_ratio/held_mean": (batch.log_ratio >= MAX_LOG_PRODUCT) & acts}
+            has_advantage = (batch.advantages != 0).any(dim=1, keepdim=True)
+            held = (batch.log_ratio >= MAX_LOG_PRODUCT) & has_advantage
+            values = {**values, "product_ratio/held_mean": held}
         return values
 
 
@@ -196,7 +197,7 @@ def checked_token_loss(found: Any, mask: Tensor, whose: str) -> Tensor:
     if isinstance(found, Tensor) and tuple(found.shape) in ((rows, tokens), (rows, 1)):
         return found
     raise ValueError(
-        f"{whose} returned {_seen(found)} for {rows} rows of {tokens} tokens; it must return a tensor [{rows}, "
+        f"{whose} returned {_described(found)} for {rows} rows of {tokens} tokens; it must return a tensor [{rows}, "
         f"{tokens}], the loss per token, or [{rows}, 1], a loss per row"
     )
 
@@ -207,10 +208,10 @@ def checked_scalar(found: Any, whose: str) -> Tensor:
     if isinstance(found, Tensor) and found.dim() == 0:
         return found
     needed = "a tensor without dimensions: the loss, summed up"
-    raise ValueError(f"{whose} returned {_seen(found)}; it must return {needed}")
+    raise ValueError(f"{whose} returned {_described(found)}; it must return {needed}")
 
 
-def _seen(found: Any) -> str:
+def _described(found: Any) -> str:
     if isinstance(found, Tensor):
         return f"a tensor {list(found.shape)}"
     return f"a {type(found).__name__}"
@@ -223,11 +224,12 @@ def _safe_inputs(batch: TokenBatch) -> TokenBatch:
     ratio would spread the NaN over the whole row.
     """
     names = ("logps", "proximal_logps", "log_ratio", "advantages", "ref_logps", "entropies", "sampler_weights")
-    inputs: dict[str, Any] = {name: getattr(batch, name) for name in names}
-    whole: dict[str, Any] = {
-        name: safe(one, batch.mask) for name, one in inputs.items() if one is not None and one.shape == batch.mask.shape
-    }
+    changed: dict[str, Any] = {}
+    for name in names:
+        values = getattr(batch, name)
+        if values is not None and values.shape == batch.mask.shape:
+            changed[name] = safe(values, batch.mask)
     reported = batch.extras.get(SAMPLER_LOGPS)
     if reported is not None:
-        whole["extras"] = {**batch.extras, SAMPLER_LOGPS: safe(reported, batch.mask)}
-    return replace(batch, **whole)
+        changed["extras"] = {**batch.extras, SAMPLER_LOGPS: safe(reported, batch.mask)}
+    return replace(batch, **changed)

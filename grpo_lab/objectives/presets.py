@@ -262,10 +262,11 @@ def register_objective(
         )
     parts = (advantage, part if isinstance(part, str) else name, aggregation)
     row = Preset(*parts, source or "a team's own", ratio, dict(paper or {}))
-    if name in PRESETS and PRESETS[name] != row:
-        known = PRESETS[name].surrogate == name and SURROGATES[name] is not part
-        if not (known and registry.redefined(SURROGATES[name], part)):
-            seen = f"objective {name!r} is registered already with other parts ({PRESETS[name]})"
+    registered = PRESETS.get(name)
+    if registered is not None and registered != row:
+        has_surrogate = registered.surrogate == name and SURROGATES[name] is not part
+        if not (has_surrogate and registry.redefined(SURROGATES[name], part)):
+            seen = f"objective {name!r} is registered already with other parts ({registered})"
             raise ValueError(f"{seen}: choose another name")
     if isinstance(part, str):
         registry.found(SURROGATES, part, "surrogate")

@@ -49,14 +49,14 @@ class GammaWeight:
     #: φ is not 0 where the advantage is 0, so its mean is over the computed rows
     of_computed_rows: ClassVar[tuple[str, ...]] = ("vespo/phi_seq_mean",)
 
-    def __call__(self, batch: TokenBatch) -> Tensor:
-        return -self.weight(batch) * batch.advantages * batch.logps
-
     def __post_init__(self) -> None:
         for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"`{name}` (`vespo_{name}`) is {value}; it must be a finite number ≥ 0")
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        return -self.weight(batch) * batch.advantages * batch.logps
 
     @torch.no_grad()
     def weight(self, batch: TokenBatch) -> Tensor:

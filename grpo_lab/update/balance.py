@@ -28,12 +28,15 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# Above this many rows one rank's plan is cut evenly as well: neighbours in the sorted list are then so close in length
-# that the exact optimum has nothing left to win, and its time grows with rows × rows per bin.
+#: Above this many rows one rank's plan is cut evenly as well: neighbours in the sorted list are then so close in length
+#: that the exact optimum has nothing left to win, and its time grows with rows × rows per bin.
 EXACT_ROWS = 4096
-EVEN_ENOUGH = 1.01  # max/mean of live tokens per rank at which swapping stops
+#: max/mean of live tokens per rank at which swapping stops.
+EVEN_ENOUGH = 1.01
+#: Pairs of rows that are compared in one array.
 PAIRS_AT_ONCE = 4_000
-SWAP_WORK = 5_000_000  # pairs of rows looked at before swapping stops: a bound on time that is the same on every rank
+#: Pairs of rows looked at before swapping stops: a bound on time that is the same on every rank.
+SWAP_WORK = 5_000_000
 
 
 def cheapest_cuts(lengths: Ints, budget: int, overhead: int) -> Ints:
@@ -212,10 +215,12 @@ def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: 
         work += looked
         if swap is None:
             break
-        (give, take), light = swap, int(ranks[bin_of[swap[1]]])
+        give, take = swap
+        light = int(ranks[bin_of[take]])
         bin_of[give], bin_of[take] = bin_of[take], bin_of[give]
-        load[heavy] -= lengths[give] - lengths[take]
-        load[light] += lengths[give] - lengths[take]
+        moved = lengths[give] - lengths[take]
+        load[heavy] -= moved
+        load[light] += moved
         rows_of[heavy] = np.sort(np.where(rows_of[heavy] == give, take, rows_of[heavy]))
         rows_of[light] = np.sort(np.where(rows_of[light] == take, give, rows_of[light]))
     return bin_of
@@ -252,16 +257,16 @@ def _best_swap(
     mine = rows_of[heavy]
     looked = 0
     light_first = [int(r) for r in np.argsort(load, kind="stable") if r != heavy and rows_of[r].size]
-    some = max(1, PAIRS_AT_ONCE * len(light_first) // max(1, mine.size * limit.size))  # ranks to look at together
-    for first in range(0, len(light_first), some):
-        block = light_first[first : first + some]
+    ranks_at_once = max(1, PAIRS_AT_ONCE * len(light_first) // max(1, mine.size * limit.size))
+    for first in range(0, len(light_first), ranks_at_once):
+        block = light_first[first : first + ranks_at_once]
         theirs = np.concatenate([rows_of[r] for r in block])
         their_load = np.repeat(load[block], [rows_of[r].size for r in block])
         looked += mine.size * theirs.size
         moved = lengths[mine][:, None] - lengths[theirs][None, :]
         allowed = (moved > 0) & (lengths[mine][:, None] <= limit[theirs][None, :])
         after = np.where(allowed, np.maximum(load[heavy] - moved, their_load[None, :] + moved), load[heavy])
-        at = int(after.argmin())
-        if after.flat[at] < load[heavy]:
-            return (int(mine[at // theirs.size]), int(theirs[at % theirs.size])), looked
+        best = int(after.argmin())
+        if after.flat[best] < load[heavy]:
+            return (int(mine[best // theirs.size]), int(theirs[best % theirs.size])), looked
     return None, looked

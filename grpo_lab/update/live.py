@@ -121,9 +121,14 @@ _NEED_ALL_ROWS: dict[str, str] = {
 
 
 def _first_broken(table: dict[str, str], conditions: LiveConditions) -> str | None:
-    free = () if conditions.same_draws else ("dropout",)  # the distribution is enough
-    values = ((getattr(conditions, name), sentence) for name, sentence in table.items() if name not in free)
-    return next((sentence.format(value=value) for value, sentence in values if value), None)
+    """Return the sentence of ``table`` for the first condition that forbids it; None if there is none."""
+    for name, sentence in table.items():
+        if name == "dropout" and not conditions.same_draws:
+            continue  # masks of the same distribution are enough
+        value = getattr(conditions, name)
+        if value:
+            return sentence.format(value=value)
+    return None
 
 
 def why_stock_batches(conditions: LiveConditions) -> str | None:

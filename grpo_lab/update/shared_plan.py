@@ -144,5 +144,8 @@ def _cuts(tokens: Ints, num_ranks: int, max_tokens: int) -> Ints:
     high = max(max_tokens, int(tokens.max()))
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(walk(middle)) <= bins else (middle + 1, high)
+        if len(walk(middle)) <= bins:
+            high = middle
+        else:
+            low = middle + 1
     return np.asarray(walk(low), dtype=np.int64)

@@ -18,6 +18,7 @@ likewise, calls of dropout excepted (``apart_from_dropout``).
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
@@ -118,14 +119,15 @@ class BinProbe(_Question):
         rows = two_rows(self._trainer)
         mask = rows["completion_mask"].bool()
         single = [{name: values[i : i + 1] for name, values in rows.items()} for i in range(mask.size(0))]
-        with _looked_at(trainer):
+        with _evaluation_mode(trainer):
             theirs = trl_bridge.stock_forward(trainer, trainer.model, rows)[0]
             alone = torch.cat([trl_bridge.stock_forward(trainer, trainer.model, row)[0] for row in single])
             part = RowTable.of([rows]).bin(list(range(mask.size(0))))
             scored, _ = trl_bridge.completion_log_probs(trainer.accelerator, trainer.model, *part.inputs)
         ours = scored.gather(1, part.take)
         least, most = (FLOOR, MOST) if _in_float32(trainer) else (COARSE_FLOOR, MOST_COARSE)
-        return _apart(theirs, ours, mask), max(least, min(TIMES * _apart(theirs, alone, mask), most))
+        rounding = TIMES * _mean_difference(theirs, alone, mask)
+        return _mean_difference(theirs, ours, mask), max(least, min(rounding, most))
 
 
 def two_rows(trainer: UpdatePort) -> dict[str, Tensor]:
@@ -154,7 +156,7 @@ def two_rows(trainer: UpdatePort) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _looked_at(trainer: UpdatePort) -> Iterator[None]:
+def _evaluation_mode(trainer: UpdatePort) -> Iterator[None]:
     """Put the model inside the block into evaluation mode, without gradient checkpointing and, if possible, in float32.
     Modes and random states are restored afterwards."""
     training = [module for module in trainer.model.modules() if module.training]
@@ -187,9 +189,10 @@ def _in_float32(trainer: Collectives) -> bool:
     return attention in ("eager", "sdpa", trl_bridge.SHARED_PROMPT) and not short and not tf32
 
 
-def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:
+def _mean_difference(one: Tensor, other: Tensor, mask: Tensor) -> float:
     """Return the mean |difference| over the tokens of ``mask``; infinite if something is not finite."""
-    return (one.double() - other.double()).abs()[mask].mean().nan_to_num(nan=float("inf"), posinf=float("inf")).item()
+    found: float = (one.double() - other.double()).abs()[mask].mean().item()
+    return found if math.isfinite(found) else math.inf
 
 
 class MaskProbe(_Question):

@@ -143,10 +143,10 @@ def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> b
         wide_toy_batch(objective, (0.0,) * 6),
         wide_toy_batch(objective, (2.0, 0.0, 0.3, 0.0, -1.0, 0.0)),
     ):
-        silent = (batch.advantages == 0).all(1)
-        everything = dict.fromkeys(batch.chosen, batch.mask)
-        for given in (batch, replace(batch, chosen=everything)):
-            if not _vanishes(token_loss, given, silent):
+        without_advantage = (batch.advantages == 0).all(1)
+        all_chosen = replace(batch, chosen=dict.fromkeys(batch.chosen, batch.mask))
+        for one in (batch, all_chosen):
+            if not _vanishes(token_loss, one, without_advantage):
                 return False
     return True
 
@@ -155,9 +155,9 @@ def vanishes_without_weight(token_loss: TokenLoss, objective: Objective) -> bool
     """Return whether rows whose sampler weight is 0 have exactly zero loss and gradient. Only then may they be left out
     without a forward."""
     for batch in (toy_batch(objective), wide_toy_batch(objective)):
-        weights = (torch.arange(batch.mask.size(0)) % 2).double().unsqueeze(1)
-        for given in (weights, weights.expand(batch.mask.shape)):
-            if not _vanishes(token_loss, replace(batch, sampler_weights=given), weights.squeeze(1) == 0):
+        of_rows = (torch.arange(batch.mask.size(0)) % 2).double().unsqueeze(1)
+        for weights in (of_rows, of_rows.expand(batch.mask.shape)):
+            if not _vanishes(token_loss, replace(batch, sampler_weights=weights), of_rows.squeeze(1) == 0):
                 return False
     return True
 
@@ -189,7 +189,7 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
 
     for batch in (toy_batch(objective), wide_toy_batch(objective)):
         mask = batch.mask
-        lengths = batch.mask.sum(1).tolist()
+        lengths = mask.sum(1).tolist()
         for loss in (batch.logps.detach().square(), torch.sin(7 * batch.proximal_logps) * 3):
             loss = loss.masked_fill(~mask, 0.0)
             together = float(aggregate(loss, mask))

@@ -128,16 +128,18 @@ def _largest(model: nn.Module, kind: re.Pattern[str], others: tuple[re.Pattern[s
     """Return the largest positive number that a module keeps in an attribute whose name matches ``kind`` and none of
     ``others``; 0 if there is none. A value that the module never uses is counted too: the price is a slower update, not
     a wrong one."""
-    found = [0.0]
+    rates = [0.0]
     for module in model.modules():
         for name, value in vars(module).items():
             if kind.search(name) and not any(other.search(name) for other in others):
-                if isinstance(value, dict):  # adapters: {adapter name: rate}
-                    rates = [*value.values()]
-                else:
-                    rates = [value]
-                found += [float(r) for r in rates if isinstance(r, (int, float)) and not isinstance(r, bool) and r > 0]
-    return max(found)
+                rates += _positive_numbers(value)
+    return max(rates)
+
+
+def _positive_numbers(value: Any) -> list[float]:
+    """Return what of ``value`` is a number > 0: the value itself or, of a dict (adapter name → rate), its values."""
+    values = value.values() if isinstance(value, dict) else [value]
+    return [float(one) for one in values if isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0]
 
 
 class RandomnessWatch:

@@ -246,10 +246,9 @@ def _answers(trainer: StepPort, objective: Objective) -> Answers:
         try:
             if of_token:
                 stock = _why_not_row_by_row(trainer.token_loss, objective)
-            silent = loss_proof.vanishes_without_advantage
-            if objective.kl_in_loss is not None or silent(trainer.token_loss, objective):
-                pull = ""
-            else:
+            pull = ""
+            matters = objective.kl_in_loss is None  # with a KL in the loss every row is computed anyway
+            if matters and not loss_proof.vanishes_without_advantage(trainer.token_loss, objective):
                 pull = per_token
             if trainer.correction is not None:
                 rejects = loss_proof.vanishes_without_weight(trainer.token_loss, objective)
@@ -292,27 +291,29 @@ def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | No
     """Return why the loss of a row does not depend on that row alone, or None. Each toy batch is computed again, wider,
     in parts and with other advantages beside a row."""
     for whole in (loss_proof.toy_batch(objective), loss_proof.wide_toy_batch(objective)):
-        loss, gradient = _asked(token_loss, whole)
-        if not all(torch.equal(*pair) for pair in zip((loss, gradient), _asked(token_loss, whole), strict=True)):
+        loss, gradient = _computed(token_loss, whole)
+        again = _computed(token_loss, whole)
+        if not (torch.equal(loss, again[0]) and torch.equal(gradient, again[1])):
             return "asked twice, it gives two answers"
         rows = tuple(range(whole.mask.size(0)))
         width = whole.mask.size(1)
-        padded = _asked(token_loss, cut(whole, rows, width + 3))
+        padded = _computed(token_loss, cut(whole, rows, width + 3))
         if not _alike((loss, gradient), (padded[0][:, :width], padded[1][:, :width])):
             return "its value depends on how wide a batch is padded"
         for part in ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0), rows[::-1]):  # each cut to its longest row
             longest = int(whole.mask[list(part)].sum(1).max())
             expected = loss[list(part), :longest], gradient[list(part), :longest]
-            if not _alike(expected, _asked(token_loss, cut(whole, part, longest))):
+            if not _alike(expected, _computed(token_loss, cut(whole, part, longest))):
                 return "the loss of a row depends on the other rows of its batch, or on its width"
-        loud = torch.arange(len(rows)) % 2 == 1
-        muted = _asked(token_loss, replace(whole, advantages=whole.advantages.masked_fill(~loud.unsqueeze(1), 0.0)))
-        if not _alike((loss[loud], gradient[loud]), (muted[0][loud], muted[1][loud])):
+        kept = torch.arange(len(rows)) % 2 == 1
+        others_at_zero = replace(whole, advantages=whole.advantages.masked_fill(~kept.unsqueeze(1), 0.0))
+        changed = _computed(token_loss, others_at_zero)
+        if not _alike((loss[kept], gradient[kept]), (changed[0][kept], changed[1][kept])):
             return "the loss of a row depends on the advantages of others"
     return None
 
 
-def _asked(token_loss: TokenLoss, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+def _computed(token_loss: TokenLoss, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Return the loss per token and its gradient by the log-probs, both ``[B, T]``."""
     logps = batch.logps.detach().clone().requires_grad_(True)
     moved = logps - batch.logps.detach()  # 0, with the gradient of logps
@@ -353,6 +354,7 @@ def _alike(expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> boo
     """Return whether two results are equal up to the order of a few additions, in the precision of the part."""
     for one, other in zip(expected, found, strict=True):
         size = max(1.0, float(one.abs().max())) if one.numel() else 1.0
-        if not ((one - other).abs() <= (1e-9 if one.dtype == torch.float64 else 1e-5) * size).all():
+        precision = 1e-9 if one.dtype == torch.float64 else 1e-5
+        if not ((one - other).abs() <= precision * size).all():
             return False
     return True

@@ -21,8 +21,9 @@ from typing import Any
 
 from torch import nn
 
-from grpo_lab.trainer.exactness import model_conditions as seen
+from grpo_lab.trainer.exactness import model_conditions
 from grpo_lab.trainer.exactness.bin_probe import BinProbe, MaskProbe, apart_from_dropout
+from grpo_lab.trainer.exactness.model_conditions import RandomnessWatch
 from grpo_lab.trainer.exactness.part_questions import answers, has_team_parts
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.settings.algorithm import name_of
@@ -72,7 +73,7 @@ class StandingVerdict:
         self.probe = BinProbe(trainer)
         self.masks = MaskProbe(trainer)
         self.saw_randomness = False
-        self._watch: seen.RandomnessWatch | None = seen.RandomnessWatch(trainer.accelerator.device)
+        self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
         self._found: UpdateVerdict | None = None
         self._asked_at: tuple[int, int | None] | None = None
 
@@ -105,8 +106,11 @@ class StandingVerdict:
         if self._watch is None:
             yield
             return
+        dropout: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if model_conditions.dropout_rate(self._model) > 0:
+            dropout = apart_from_dropout(self._watch)
         self._watch.start()
-        with apart_from_dropout(self._watch) if seen.dropout_rate(self._model) > 0 else contextlib.nullcontext():
+        with dropout:
             yield
         self._watch.stop()
 
@@ -121,10 +125,10 @@ class StandingVerdict:
     def _asked(self, ask_model: bool) -> UpdateVerdict:
         """Return the verdict by what is known now; ``ask_model``: also by testing the model itself."""
         random = {
-            "dropout": seen.dropout_rate(self._model),
-            "shared_dropout": seen.shared_dropout_rate(self._model),
-            "layer_drop": seen.layer_drop_rate(self._model),
-            "router_noise": seen.router_noise(self._model),
+            "dropout": model_conditions.dropout_rate(self._model),
+            "shared_dropout": model_conditions.shared_dropout_rate(self._model),
+            "layer_drop": model_conditions.layer_drop_rate(self._model),
+            "router_noise": model_conditions.router_noise(self._model),
             "embedding_noise": self._trainer.args.neftune_noise_alpha or 0.0,
             "random_forward": self.saw_randomness,
         }
@@ -153,9 +157,9 @@ class StandingVerdict:
             pull=parts.pull,
             moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
             same_draws=trainer.lab_settings.randomness == "same_draws",
-            mixed_rows=seen.mixes_rows(self._model, trainer.accelerator.mixed_precision),
-            moved_positions=seen.moves_positions(self._model),
-            state_reads_padding=seen.padding_reaches_state(self._model),
+            mixed_rows=model_conditions.mixes_rows(self._model, trainer.accelerator.mixed_precision),
+            moved_positions=model_conditions.moves_positions(self._model),
+            state_reads_padding=model_conditions.padding_reaches_state(self._model),
             local_average=name_of(objective.aggregate) if objective.local_denominator else "",
             multimodal=may_bring_images(trainer),
             **random,

@@ -203,7 +203,7 @@ class ExactUpdate:
         received += rows.bytes_received
         padded = sum(map(padded_tokens, window))
         sums = self.record.in_bins(plan, step.numbers, padded, found, step.budget, received)
-        self.silent.seen(sums[SILENT_SHARE], step.numbers)
+        self.silent.record_share(sums[SILENT_SHARE], step.numbers)
         self.verdict.after_first_step()
         if looked is not None:
             loss = loss + looked.loss

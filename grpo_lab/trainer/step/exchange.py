@@ -225,24 +225,24 @@ class Exchange:
         found = torch.zeros(self._shape, dtype=dtype, device=self._device)
         done = torch.zeros(self._shape[0], 1, dtype=torch.bool, device=self._device)
         away: dict[int, Tensor] = {}
+        own_rows = range(self._first, self._first + self._shape[0])
         for rows, values in made:
-            here = [self._first <= row < self._first + self._shape[0] for row in rows]
-            stay = [place for place, mine in enumerate(here) if mine]
-            mine = [rows[place] - self._first for place in stay]
+            stay = [place for place, row in enumerate(rows) if row in own_rows]
+            own = [rows[place] - self._first for place in stay]
             width = min(values.size(1), self._shape[1])
-            found[mine, :width] = values[stay, :width].to(dtype)
-            done[mine] = True
-            away |= {rows[place]: values[place] for place, mine in enumerate(here) if not mine}
+            found[own, :width] = values[stay, :width].to(dtype)
+            done[own] = True
+            away |= {row: values[place] for place, row in enumerate(rows) if row not in own_rows}
         if self._moves:
-            mine = (self._leaving.rows - self._first).tolist()
+            own = (self._leaving.rows - self._first).tolist()
             guests = self._arriving.rows
             lengths = self._completions[self._arriving.rows]
             parts = [away[row][:length] for row, length in zip(guests.tolist(), lengths.tolist(), strict=True)]
             column = torch.cat([torch.empty(0, device=self._device), *parts]).to(dtype)
             wanted = self._completions[self._leaving.rows]
             (flat,) = self._exchanged([(column, lengths)], self._arriving.homes, [(dtype, wanted)], self._leaving.ranks)
-            found[mine] = fitted("", _laid_out("", flat, wanted, ()), self._shape[1])
-            done[mine] = True
+            found[own] = fitted("", _laid_out("", flat, wanted, ()), self._shape[1])
+            done[own] = True
         return found, done
 
     def _exchanged(

@@ -67,10 +67,11 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
     def _forget(self) -> None:
         self.in_a_row = 0
         self.taken = 0
-        self._counted = 0
-        self._seen = False
+        self._counted = 0  # number of the bad generation batch that was counted last
+        self._seen = False  # whether any step was bad
         self._loss_is_bad: Tensor | None = None
-        self._left_out, self._finite_at = False, 0
+        self._left_out = False  # the current step
+        self._finite_at = 0  # step after which the weights were last seen to be finite
 
     def watch_loss(self, loss: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Note whether a micro-batch's loss is finite, and return it unchanged; nothing is read from the device."""

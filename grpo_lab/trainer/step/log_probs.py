@@ -190,9 +190,13 @@ def forwards_in_bins(
     if prompts is not None and prompts.may_be_shared:
         plan = prompts.planned(plain, rows, table.prompt_numbers, 1, budget, overhead)
     # ranks agree on what they share: comparing the first shared bin with unshared rows may be a collective
-    said = torch.tensor([[len(plan.bins[0]), len(plain.bins[0]), plan.shared]], device=table.offset.device)
-    said = trainer.accelerator.gather(said)
-    plan, rounds = (plan, said[:, 0].max()) if said[:, 2].all() else (plain, said[:, 1].max())
+    own = torch.tensor([[len(plan.bins[0]), len(plain.bins[0]), plan.shared]], device=table.offset.device)
+    of_ranks = trainer.accelerator.gather(own)
+    if of_ranks[:, 2].all():
+        rounds = of_ranks[:, 0].max()
+    else:
+        plan = plain
+        rounds = of_ranks[:, 1].max()
     (bins,) = plan.bins
     found = torch.zeros(fields["completion_ids"].shape, device=table.offset.device)
     limit = position_limit(trainer.accelerator.unwrap_model(model))

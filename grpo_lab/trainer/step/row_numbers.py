@@ -78,46 +78,40 @@ class RowNumbers:
         named = sorted(table.fields.items())
         kinds = ", ".join(f"{name} ({value.dtype}, {value.dim()}-D, {[*value.shape[2:]]})" for name, value in named)
         mask = table.loss_mask
-        live = _live_or_rejected(table, rejected)
-        same = torch.ones_like(table.offset)
-        bits = token_count.double().view(torch.int64)  # a float travels as its bits
-        alike = (same * footprint, same * zlib.crc32(kinds.encode()))
-        asked: tuple[Tensor, ...] = ()
+        prompt_lengths, completion_lengths = table.lengths
+        columns = {
+            "prompt": prompt_lengths,
+            "completion": completion_lengths,
+            "scores": mask.sum(1) + (reach(mask) << COUNT_BITS),  # two numbers travel as one
+            "live": _live_or_rejected(table, rejected),
+            "micro_batch": micro_batch,
+            "token_count": token_count.double().view(torch.int64),  # a float travels as its bits
+        }
         if prompts:
-            asked = (table.prompt_numbers,)
-        scores = mask.sum(1) + (reach(mask) << COUNT_BITS)  # two numbers travel as one
-        columns = (*table.lengths, scores, live, micro_batch, bits, *asked, *alike)
-        numbers = torch.stack([column.long() for column in columns], dim=1)
+            columns["prompts"] = table.prompt_numbers
+        columns["footprint"] = torch.full_like(table.offset, footprint)
+        columns["kinds"] = torch.full_like(table.offset, zlib.crc32(kinds.encode()))
+        own = torch.stack([column.long() for column in columns.values()], dim=1)
         wide = {name: value.size(1) for name, value in named if value.dim() > 1}
-        widths = torch.tensor([[*wide.values()]], device=numbers.device)
-        received = 0
-        if accelerator.num_processes > 1:
-            received = 8 * (numbers.numel() + widths.numel()) * (accelerator.num_processes - 1)
-            with named_place("numbers of all rows"):
-                numbers = accelerator.gather(numbers)
-                if bool((numbers[:, -1] != numbers[0, -1]).any()):
-                    raise RuntimeError(
-                        "the ranks' micro-batches hold different fields, so rows cannot be exchanged; this rank has "
-                        f"{kinds}. Give every rank the same ones, in every micro-batch, or set `update: off`"
-                    )
-                widths = accelerator.gather(widths)
-        _, _, counted, _, slots, bits, *_ = numbers.unbind(1)
-        prompt, completion, scores, live, _, _, *which, footprints, _ = numbers.cpu().unbind(1)  # one transfer
+        own_widths = torch.tensor([[*wide.values()]], device=own.device)
+        numbers, widths, received = _of_all_ranks(own, own_widths, kinds, accelerator)
+        on_device = dict(zip(columns, numbers.unbind(1), strict=True))
+        on_host = dict(zip(columns, numbers.cpu().unbind(1), strict=True))  # one transfer
         local = dict(zip(wide, widths.t().tolist(), strict=True))
         below = (1 << COUNT_BITS) - 1
         return RowNumbers(
-            prompt_lengths=prompt,
-            completion_lengths=completion,
-            scored=counted & below,
-            scores=(scores & below) > 0,
-            contributes=live == 1,
-            rejected=live == 2,
-            silent=torch.zeros_like(live, dtype=torch.bool),
-            micro_batch=slots,
-            token_count=bits.contiguous().view(torch.float64).to(token_count.dtype),
-            prompts=next(iter(which), None),
-            scored_lengths=scores >> COUNT_BITS,
-            footprint=int(footprints.max()),
+            prompt_lengths=on_host["prompt"],
+            completion_lengths=on_host["completion"],
+            scored=on_device["scores"] & below,
+            scores=(on_host["scores"] & below) > 0,
+            contributes=on_host["live"] == 1,
+            rejected=on_host["live"] == 2,
+            silent=torch.zeros_like(on_host["live"], dtype=torch.bool),
+            micro_batch=on_device["micro_batch"],
+            token_count=on_device["token_count"].contiguous().view(torch.float64).to(token_count.dtype),
+            prompts=on_host.get("prompts"),
+            scored_lengths=on_host["scores"] >> COUNT_BITS,
+            footprint=int(on_host["footprint"].max()),
             widths={name: max(found) for name, found in local.items()},
             local_widths=local,
             bytes_received=received,
@@ -153,6 +147,26 @@ class RowNumbers:
         live = (self.scores if all_rows else self.contributes) & ~self.silent
         completions = self.scored_lengths if packed else self.completion_lengths
         return Rows(self.prompt_lengths, completions, live)
+
+
+def _of_all_ranks(own: Tensor, own_widths: Tensor, kinds: str, accelerator: Any) -> tuple[Tensor, Tensor, int]:
+    """Gather numbers ``[n, columns]`` and widths ``[1, fields]`` of all ranks; also return the bytes received.
+
+    The last column of the numbers is a hash of ``kinds``, the fields in words. Raises RuntimeError if ranks differ in
+    it.
+    """
+    others = accelerator.num_processes - 1
+    if others == 0:
+        return own, own_widths, 0
+    with named_place("numbers of all rows"):
+        numbers = accelerator.gather(own)
+        if bool((numbers[:, -1] != numbers[0, -1]).any()):
+            raise RuntimeError(
+                "the ranks' micro-batches hold different fields, so rows cannot be exchanged; this rank has "
+                f"{kinds}. Give every rank the same ones, in every micro-batch, or set `update: off`"
+            )
+        widths = accelerator.gather(own_widths)
+    return numbers, widths, 8 * (own.numel() + own_widths.numel()) * others
 
 
 def _live_or_rejected(table: RowTable, rejected: Tensor | None) -> Tensor:

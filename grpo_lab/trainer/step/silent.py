@@ -134,7 +134,7 @@ class SilentRows:
         alone = self._trainer.accelerator.distributed_type.value in ALONE
         return alone and self.share**rows >= WORTH_ASKING
 
-    def seen(self, tokens: Tensor, numbers: RowNumbers) -> None:
+    def record_share(self, tokens: Tensor, numbers: RowNumbers) -> None:
         """Record the share of the step at hand. ``tokens``: ``[2]``, tokens in silent and in live rows over all ranks.
         Both count the rejected rows, which are left out without a look; they are subtracted."""
         rejected = int(numbers.lengths[numbers.rejected].sum())
