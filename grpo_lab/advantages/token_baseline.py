@@ -1,4 +1,5 @@
-"""The optimal token baseline: what a group earned, weighted at each token by how uncertain the way there was."""
+"""The optimal token baseline: at each token the mean reward of the group, weighted by how uncertain each completion was
+so far."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class TurnGAE:
         within turn k   ``gae`` with γ and λ, where the turn's last token earns G_k and nothing follows
 
     V_k is the critic's value at the last own token of turn k. r_k is what that token earns: the turn's score, and in
-    the last turn the outcome as well. So the last token of a turn gets Â_k. A KL charged per token counts within its
-    turn. The critic learns Â + V at every own token.
+    the last turn the outcome as well. So the last token of a turn gets Â_k. Own tokens behind the last scored turn are
+    one more turn. A KL charged per token counts within its turn. The critic learns Â + V at every own token.
 
     Source: RAGEN (arXiv 2504.20073; the formulas are those of its code, with one λ as there; VAGEN's code has a second
     one). There a turn's end is where a reward is not 0; here a turn of score 0 is a turn, too.

@@ -1,4 +1,4 @@
-"""A β that follows a target KL."""
+"""A KL coefficient that follows a target."""
 
 from __future__ import annotations
 

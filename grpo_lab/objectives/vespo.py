@@ -1,4 +1,4 @@
-"""VESPO: a completion's importance weight, reshaped by a smooth kernel, times the score."""
+"""VESPO: REINFORCE times a smooth function of the completion's importance weight."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ class Plan:
 
 
 def default_max_tokens(micro_batch_size: int, longest_prompt: int, longest_completion: int) -> int:
-    """Tokens of the stock micro-batch: rows × (longest prompt + longest completion), both over the generation batch.
+    """Return the tokens of the stock micro-batch: rows × (longest prompt + longest completion), both over the
+    generation batch.
 
     With this budget no bin is a larger tensor than the micro-batch it replaces, so memory does not rise.
     """

@@ -1,10 +1,10 @@
 """Trust regions around the sampler: a token whose probability has moved too far from the one with which it was sampled
-no longer moves further.
+moves no further.
 
 The ratio here is ρ = π/μ, where μ is the policy that sampled the token (``TokenBatch.sampler_logps``): its log-probs
-are the engine's own, or the proximal policy's where there is no engine. So the ratio covers both what an engine
-computes otherwise and what an older policy sampled. A sampler correction is not multiplied on top, and the level of
-``batch.log_ratio`` has no effect.
+are the engine's own, or the proximal policy's where there is no engine. So the ratio covers both how an engine's
+log-probs differ from the trainer's and how far the policy has moved since. A sampler correction is not multiplied on
+top, and the level of ``batch.log_ratio`` has no effect.
 """
 
 from __future__ import annotations

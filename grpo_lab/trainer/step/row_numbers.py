@@ -122,7 +122,7 @@ class RowNumbers:
 
     @property
     def lengths(self) -> Tensor:
-        """Prompt and completion tokens, long ``[N]``."""
+        """Return the tokens of prompt and completion together, long ``[N]``."""
         return self.prompt_lengths + self.completion_lengths
 
     def others(self) -> RowNumbers:
