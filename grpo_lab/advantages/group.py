@@ -1,6 +1,5 @@
-"""What rules of a group share: the check of the rewards, NaN-aware mean and standard deviation, and the test for dead
-groups, whose rewards are all equal.
-"""
+"""Parts that rules of a group share: the check of the rewards, NaN-aware mean and standard deviation, and the test for
+dead groups, whose rewards are all equal."""
 
 from __future__ import annotations
 

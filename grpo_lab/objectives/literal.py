@@ -1,4 +1,4 @@
-"""What a formula over single floats reads: one completion as plain numbers.
+"""Plain numbers of one completion, which a formula over single floats reads.
 
 At start-up the loss in force is compared with such a formula (``trainer.exactness.loss_proof``). A surrogate brings its
 formula as a method ``literal(row, t) -> float``, an aggregation class as ``literal(rows, denominators) -> float``. A
@@ -17,7 +17,7 @@ from grpo_lab.batch import earlier_name
 @earlier_name("old_logps", "proximal_logps")
 @dataclass(frozen=True)
 class LiteralRow:
-    """One completion as plain floats. Each list has one entry per token that carries loss, in order.
+    """A completion as plain floats. Each list has one entry per token that carries loss, in order.
 
     Args:
         logps: log-probs of the policy in training, nats.

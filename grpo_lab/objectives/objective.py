@@ -66,7 +66,7 @@ class Selecting(Protocol):
 
 @dataclass(frozen=True)
 class Objective:
-    """How advantages become a scalar loss:
+    """An objective: its ``loss`` turns the advantages of a micro-batch into a scalar.
 
         loss = aggregate( g · w · surrogate(ρ, Â, log π) + β·KL ) − c·H
 
@@ -93,7 +93,7 @@ class Objective:
 
     @property
     def each(self) -> tuple[Objective, ...]:
-        """All objectives that rows of the batch may have: this one alone; in a mixture (``MixedObjective``) one per
+        """The objectives that rows of the batch may have: this one alone; in a mixture (``MixedObjective``) one per
         task."""
         return (self,)
 

@@ -22,8 +22,8 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConditions:
-    """All that can forbid leaving rows out of the update, or cutting them into other micro-batches. No field has a
-    default, so that whoever decides has looked at each.
+    """Everything that can forbid leaving rows out of the update, or cutting them into other micro-batches. No field has
+    a default, so that whoever decides has looked at each.
 
     A condition forbids it unless it is 0, False or "". A `str` says the reason in words.
 

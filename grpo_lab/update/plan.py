@@ -26,7 +26,7 @@ Numbers = torch.Tensor | NDArray[np.generic] | Sequence[int] | Sequence[bool]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """All rows of one optimizer step over all ranks; every rank holds the identical table, kept as numpy arrays.
+    """The rows of one optimizer step over all ranks; every rank holds the identical table, kept as numpy arrays.
 
     Attributes:
         prompt_lengths: [N], tokens of each prompt without padding, ≥ 0.
@@ -63,7 +63,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rank computes which rows in which bin.
+    """The plan of one step: which rank computes which rows in which bin.
 
     Every rank has the same number of bins (≥ 1). For an empty bin the rank runs one dummy row with weight zero, so that
     every rank makes the same forwards, backwards and collectives.

@@ -55,6 +55,7 @@ class WeightBounds:
         return x.exp()
 
     def literal_ratio(self, steps: list[float], t: int) -> float:
+        """Return the ratio in plain floats: of token ``t``, or for the level ``sequence`` of the whole response."""
         if self.level == "sequence":
             return math.exp(sum(steps))
         return math.exp(steps[t])

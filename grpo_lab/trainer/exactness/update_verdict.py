@@ -42,7 +42,7 @@ AROUND: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class UpdateVerdict:
-    """What may be done exactly.
+    """A verdict: what may be done exactly, and why not if it may not.
 
     Attributes:
         stock: why batches stay as TRL cut them; None if they may be re-cut.

@@ -149,6 +149,7 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
             self._open = tokens, self.memory.taken()
 
     def _bin_ends(self) -> None:
+        """Note the memory that the current bin has taken at its peak."""
         if self.memory is not None and self._open is not None:
             tokens, before = self._open
             self._bins.append((tokens, self.memory.peak() - before))
@@ -168,6 +169,7 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         )
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Forget what was measured, and take up the number of the checkpoint."""
         self._forget()
         self.tokens = self._loaded.get("tokens")
         self._measured = self._loaded.get("measured")
@@ -182,7 +184,8 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         self._bin_ends()
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._taken = not self._trainer.accelerator.optimizer_step_was_skipped  # the guard resets this flag later
+        """Note whether the optimizer took its step (the guard resets this flag later)."""
+        self._taken = not self._trainer.accelerator.optimizer_step_was_skipped
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Measure the budget after a step that was taken, and put it into force at the end of the generation batch. A

@@ -211,6 +211,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Refuse weights that are not finite, and start the counts at 0 or where the checkpoint left them."""
         if self.faults is None:
             return
         self._forget()
@@ -229,6 +230,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             self._counted = self.faults.batch = 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Remove the mark that a left-out step has put on the optimizer."""
         if self._left_out:
             trl_bridge.step_was_taken(self.trainer.optimizer)
             self._left_out = False

@@ -61,10 +61,12 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         self._pairs()  # fails if there is none that can move
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Move the reference after every ``reference_every``-th optimizer step."""
         if isinstance(self.every, int) and state.global_step % self.every == 0:
             self._move()
 
     def before_generation(self) -> None:
+        """Move the reference with ``reference_every: generation``."""
         if self.every == "generation":
             self._move()
 
@@ -150,6 +152,8 @@ class OptimizerReset(TrainerCallback):  # type: ignore[misc]
         self._groups = _group_settings(optimizer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Clear the optimizer's state after the last update on a generation batch. Raises ValueError if a parameter
+        group holds state that the update has changed."""
         if not self.trainer.phase.at_end:
             return
         now = _group_settings(optimizer)
@@ -163,6 +167,7 @@ class OptimizerReset(TrainerCallback):  # type: ignore[misc]
         empty_optimizer(optimizer)
 
     def before_generation(self) -> None:
+        """Clear the optimizer's state, where there is an optimizer already."""
         if self.trainer.optimizer is not None:
             empty_optimizer(self.trainer.optimizer)
 

@@ -97,7 +97,7 @@ class ProximalSource(enum.Enum):
 
 @dataclass(frozen=True)
 class GenerationForwards:
-    """What happens to TRL's forwards at generation.
+    """A decision for one generation batch: which of TRL's forwards at generation are run, and how.
 
     Args:
         corrected: the run has a sampler correction, which TRL would compute at generation.

@@ -44,7 +44,7 @@ from grpo_lab.trainer.step.update_record import record_losses, record_tokens
 
 @dataclass(frozen=True)
 class Looked:
-    """What a look has found.
+    """Results of a look.
 
     Args:
         step: the rows of the step, with what was found in their fields, and the silent ones marked in its numbers.

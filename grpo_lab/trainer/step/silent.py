@@ -75,6 +75,7 @@ class SilentRows:
 
     @property
     def _place(self) -> int:
+        """Number of the current optimizer step within its generation batch."""
         phase = self._trainer.phase
         return (phase.done % phase.every) // phase.accumulation
 
@@ -120,7 +121,7 @@ class SilentRows:
         return place in self._looks
 
     def _say_why_not(self, found: UpdateVerdict) -> None:
-        """With ``skip`` say once why no row is left out."""
+        """Say once, if the setting is ``skip``, why no row is left out."""
         if self.asked != "skip":
             return
         why = found.all_rows or "the forward draws random numbers, and the next draw may give a row a gradient"
