@@ -30,13 +30,14 @@ from grpo_lab.batch import RewardTable
 
 @dataclass(frozen=True)
 class TurnReturns:
-    """Give every token of turn k the advantage of the turn's return: Â_{i,k} = Δ(R_{i,k}), R_{i,k} = Σ_{j ≥ k} γ^{j−k}
-    r_{i,j} + γ^{K_i−k} o_i.
+    """Give every token of turn k the advantage of the turn's return:
+
+        Â_{i,k} = Δ(R_{i,k}),    R_{i,k} = Σ_{j ≥ k} γ^{j−k} r_{i,j} + γ^{K_i−k} o_i
 
     r are the scores of turns; o is the outcome, the reward of the whole completion, paid in its last turn K_i. Δ is
     what ``delta`` makes of the group's returns for the same turn index k: the return itself (``raw``), its distance
     from their mean (``group_mean``), that distance over their deviation (``group_zscore``), the distance from the mean
-    of the others (``leave_one_out``), or only the largest (``group_max``).
+    of the others (``leave_one_out``), or the return where it is the largest and else 0 (``group_max``).
 
     Source: the returns are those of GiGPO (arXiv 2505.10978, eq. 5). The comparison by turn index is that of MT-GRPO's
     code (arXiv 2505.11821, advantages "cae": z-scores of r_1 + γ·o in the first turn, of o in the second). GiGPO
@@ -86,11 +87,12 @@ class TurnReturns:
 
 @dataclass(frozen=True)
 class TurnSpread(TurnReturns):
-    """Add the outcome's advantage and that of the turn's return: Â_{i,k} = Δ(o_i) + w · Δ(R_{i,k}), R_{i,k} = Σ_{j ≥ k}
-    γ^{j−k} r_{i,j}, for every token of turn k.
+    """Give every token of turn k the outcome's advantage plus that of the turn's return:
 
-    The outcome's advantage is the same for all turns; Δ is that of ``TurnReturns``. A completion without an outcome
-    gets 0 for that part.
+        Â_{i,k} = Δ(o_i) + w · Δ(R_{i,k}),    R_{i,k} = Σ_{j ≥ k} γ^{j−k} r_{i,j}
+
+    r are the scores of turns, o is the outcome, and Δ is as in ``TurnReturns``. The outcome's advantage is the same for
+    all turns; it is 0 for a completion without an outcome.
 
     Source: MT-GRPO (arXiv 2505.11821; its code's advantages "aae": turn and outcome each as z-scores, the weight at the
     turn's). There two turns are known, and only the one before the tool's answer gets the turn's part. GiGPO (arXiv

@@ -18,9 +18,9 @@ class GeometricMean:
     """GMPO's loss, one value for the whole response: loss_t = −Â · exp(1/|y| Σ_s c_s), from the geometric mean of
     clipped token ratios.
 
-    c_s is the log-ratio of token s, clipped on one side: min(log ρ_s, clip_high) where Â > 0, else max(log ρ_s,
-    −clip_low). Without the clip this would be GSPO's ratio. A single odd token cannot move the mean by more than its
-    clip, and the other tokens keep their gradient. The authors' clip is wide: (e⁻⁰·⁴, e⁰·⁴).
+    c_s is the log-ratio of token s, clipped on the side to which Â pushes: min(log ρ_s, clip_high) where Â > 0, else
+    max(log ρ_s, −clip_low). Without the clip this would be GSPO's ratio. On that side a single odd token cannot move
+    the mean by more than its clip, and the other tokens keep their gradient. The authors' clip is wide: (e⁻⁰·⁴, e⁰·⁴).
 
     Source: GMPO (arXiv 2507.20673, eq. 4 and algorithm 1). The ratio is made here, from log π and log π_old of the
     tokens, so the level of ``batch.log_ratio`` has no effect. A sampler weight must be of the whole response. Where
