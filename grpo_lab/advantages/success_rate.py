@@ -18,8 +18,9 @@ class MaxRL:
     rewards; 0 where no completion earned anything (μ = 0).
 
     A question that is solved with probability p weighs 1/p, as in the gradient of log p; GRPO gives it 1/√(p(1 − p)),
-    RLOO 1. log p is a series whose k-th term is pass@k divided by k (up to a constant), and with N completions the
-    expected gradient is that of its first N terms.
+    RLOO 1. log p is a series whose k-th term is pass@k divided by k (up to a constant). With N completions of rewards 0
+    and 1, the expected gradient is that of its first N − 1 terms. (The paper's N holds if the mean score is subtracted
+    also where no completion was right.)
 
     Source: MaxRL (arXiv 2602.02710, algorithm 1), for rewards of 0 and 1. ε is not in the paper; 1e-6 is that of the
     authors' code (tajwarfahim/maxrl). How we differ: a group of one scorable completion gets 0 (theirs divides its

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from typing import Any
@@ -108,6 +109,18 @@ def test_what_a_rule_cannot_take_is_named() -> None:
         PassAtK(k=0)
     with pytest.raises(ValueError, match=r"`advantage\.over` is 'rows'; it must be one of"):
         ReinforcePPBaseline(over="rows")
+
+
+def test_maxrl_follows_the_first_terms_of_log_p() -> None:
+    """Over all outcomes of four completions: E[mean Â · ∂log P/∂p] = Σ_{k < 3} (1 − p)^k, p the chance to be right."""
+    right = 0.3
+    found = 0.0
+    for outcome in itertools.product((0.0, 1.0), repeat=4):
+        chance = math.prod(right if reward else 1 - right for reward in outcome)
+        scores = [1 / right if reward else -1 / (1 - right) for reward in outcome]
+        advantages = MaxRL(epsilon=0.0)(torch.tensor(outcome, dtype=torch.float64), 4).tolist()
+        found += chance * sum(made * score for made, score in zip(advantages, scores, strict=True)) / 4
+    assert found == pytest.approx(1 + 0.7 + 0.7**2, rel=1e-12)
 
 
 def test_deviations_are_the_standard_librarys() -> None:
