@@ -17,7 +17,8 @@ from grpo_lab.objectives.objective import Gather
 
 @dataclass(frozen=True)
 class ClipCov:
-    """PPO's clipped loss, in which a few randomly chosen tokens have loss and gradient 0.
+    """PPO's clipped loss, without a few randomly chosen tokens: loss_t = 0 for them, and that of ``Clipped`` for all
+    others.
 
     The chosen tokens are max(1, ⌊share · tokens⌋) of those whose covariance (``covariance``) lies between ``cov_low``
     and ``cov_high`` and that PPO's clip does not hold anyway. If there are fewer, all of them are chosen.
