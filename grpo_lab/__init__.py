@@ -1,7 +1,7 @@
 """grpo_lab: reinforcement learning from verifiable rewards as a plug-in for Hugging Face TRL.
 
-Public names are loaded on first use. So ``import grpo_lab``, and each of its packages in pure torch, costs nothing and
-works on a machine without TRL, vLLM or math-verify.
+A public name is imported when it is first used. So ``import grpo_lab`` is cheap and works on a machine without TRL,
+vLLM or math-verify. So do the packages in pure torch, such as ``grpo_lab.objectives`` and ``grpo_lab.advantages``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _HOMES = {
     **dict.fromkeys(("register_aggregation", "register_correction", "register_objective"), "grpo_lab.objectives"),
     "register_advantage": "grpo_lab.advantages",
 }
+"""Public name → the package that defines it."""
 
 __all__ = [
     "DrGRPOTrainer",
@@ -39,14 +40,18 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used (PEP 562)."""
     if name in _HOMES:
         return getattr(_imported(_HOMES[name]), name)
     raise AttributeError(f"module 'grpo_lab' has no attribute {name!r}; it offers {sorted(_HOMES)}")
 
 
 def _imported(home: str) -> Any:
-    """Import the module ``home``. Raises one ImportError that names all that this Python lacks, and not only
-    the first."""
+    """Import the package ``home``.
+
+    Raises:
+        ImportError: a requirement is missing or broken. The message names all such requirements, not only the first.
+    """
     try:
         return import_module(home)
     except ImportError as error:

@@ -12,8 +12,9 @@ T      completion tokens, left-aligned: token 0 is the first token of the comple
 
 Log-probabilities are in nats, lengths in tokens, shares are fractions of 1. A mask is bool ``[B, T]``.
 
-Masking selects and does not multiply, since ``nan * 0`` is ``nan``. A masked position's gradient must be an exact zero.
-That needs finite numbers in the unselected branch: make inputs safe first (``safe``), compute, then select.
+Masking selects and does not multiply, since ``nan * 0`` is ``nan``. The gradient of a masked position must be exactly
+zero, and autograd multiplies the derivative there by zero. So the masked values, too, must be finite: first fill them
+with a harmless number (``safe``), then compute (exp, log), then select.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ Carrier = TypeVar("Carrier", bound=type)
 SAMPLER_LOGPS = "sampling_per_token_logps"
 """TRL's name of the log-probs that the engine reported for the tokens that it sampled."""
 TASK = "grpo_lab.task"
-"""Name, among the fields that travel with the rows, of the number of each row's task (``tasks``), long ``[B]``."""
+"""Key of each row's task in a batch: its place in the setting ``tasks``, counted from 0; long ``[B]``."""
 TOKEN_IDS = "completion_ids"
-"""TRL's name of the completions' tokens."""
+"""TRL's name of the completions' token ids."""
 
 
 def earlier_name(old: str, new: str) -> Callable[[Carrier], Carrier]:
-    """Decorate a data class whose field ``old`` is called ``new`` now.
+    """Return a decorator for a data class whose field ``old`` was renamed to ``new``.
 
-    For one release the old name can still be read, given to the constructor and replaced (``dataclasses.replace``),
-    with one DeprecationWarning per class.
+    For one release the old name still works: as an attribute, as an argument of the constructor and in
+    ``dataclasses.replace``. Its first use gives one DeprecationWarning per class.
     """
 
     def decorate(carrier: Carrier) -> Carrier:
@@ -73,7 +74,7 @@ def earlier_name(old: str, new: str) -> Callable[[Carrier], Carrier]:
 @earlier_name("old_logps", "proximal_logps")
 @dataclass(frozen=True)
 class TokenBatch:
-    """A micro-batch of completions with everything that the loss may read. It is the one argument of a surrogate.
+    """A micro-batch of completions with everything that the loss may read. A surrogate gets it as its only argument.
 
     Args:
         logps: ``[B, T]`` log-probs of the policy that is being trained; carries the gradient.
@@ -83,18 +84,19 @@ class TokenBatch:
             others, and under ``rollout.overlap`` and ``rollout.cut_after`` an older policy sampled. The sampler's own
             are ``sampler_logps``; TRL's importance sampling corrects from them to the proximal policy
             (``sampler_weights``).
-        log_ratio: ``[B, T]`` or ``[B, 1]`` log of the importance ratio at the objective's level (see ``ratios``): of
-            the policy in training against the proximal one.
-        advantages: ``[B, 1]`` or ``[B, T]``.
+        log_ratio: ``[B, T]`` or ``[B, 1]``, log π_θ/π_proximal, the log of the importance ratio at the objective's
+            level (see ``ratios``). Carries the gradient.
+        advantages: ``[B, 1]`` (one per completion) or ``[B, T]`` (one per token).
         mask: bool ``[B, T]``, True where a token carries loss.
         ref_logps: ``[B, T]`` log-probs of the reference model, where a KL term reads them.
         entropies: ``[B, T]`` entropy of the policy at each token, nats. Carries a gradient (an entropy bonus reads it).
-        sampler_weights: ``[B, T]`` or ``[B, 1]`` ratio of the proximal policy to the one that sampled, cut as TRL's
-            vLLM importance sampling says; ``None`` where nothing is corrected.
-        extras: whatever else travelled with the rows (dataset-specific tensors with B rows), for team code.
-        values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one.
-        chosen: name of a part that selects tokens (``objectives.Selecting``) → bool ``[B, T]``, the tokens that it
-            chose among those of the whole micro-batch.
+        sampler_weights: ``[B, T]`` or ``[B, 1]`` weights of the sampler correction in force: the ratio of the proximal
+            policy to the one that sampled, truncated or masked; no gradient. ``None`` if nothing is corrected.
+        extras: all tensors with B rows that the trainer's batch holds, by name, for team code.
+        values: ``[B, T]`` values of the critic, in units of the reward; they carry the critic's gradient. ``None``
+            without a critic.
+        chosen: for each part of the objective that selects tokens (``objectives.Selecting``), by its name: bool
+            ``[B, T]``, the tokens that it selected by comparing all tokens of the micro-batch.
     """
 
     logps: Tensor
@@ -116,8 +118,11 @@ class TokenBatch:
 
     @property
     def sampler_logps(self) -> Tensor:
-        """``[B, T]`` log-probs with which the tokens were sampled, no gradient: those that the engine reported, and the
-        proximal ones for a token that it reported none for (NaN), or without an engine."""
+        """``[B, T]`` log-probs with which the tokens were sampled; no gradient.
+
+        They are those that the engine reported. Where it reported none (NaN for a token, or no engine at all), they are
+        the proximal ones.
+        """
         reported = self.extras.get(SAMPLER_LOGPS)
         if reported is None:
             return self.proximal_logps
@@ -125,27 +130,29 @@ class TokenBatch:
 
     @property
     def token_ids(self) -> Tensor | None:
-        """Long ``[B, T]``, the completions' tokens; ``None`` in a batch that was not made by a trainer."""
+        """Token ids of the completions, long ``[B, T]``; ``None`` in a batch that was not made by a trainer."""
         return self.extras.get(TOKEN_IDS)
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """Denominators of a sum over tokens: counts of the whole optimizer step over all ranks, made by the trainer.
+    """Counts that an aggregation divides a sum of token losses by, made by the trainer.
 
-    Data-parallel training averages gradients over ranks, so each count is divided by the number of ranks. Counted
-    *before* any row is left out, hence independent of how rows are cut into micro-batches.
+    They count the whole optimizer step over all ranks, *before* any row is left out. So they do not depend on how rows
+    are cut into micro-batches. Data-parallel training averages gradients over ranks, so each count is already divided
+    by the number of ranks, except where the list says otherwise.
 
     Args:
-        rows: completions; a number or a 0-dim tensor.
-        tokens: tokens that carry loss; a number, a 0-dim tensor, or ``[B, 1]`` per row.
-        budget: the generation budget (``max_completion_length``), tokens; Dr.GRPO's constant.
-        micro_batches: micro-batches of the step; read only by ``local_token_mean`` and an entropy bonus.
-        prompts: groups of completions, ``rows`` divided by the completions of a prompt.
-        group_tokens: tokens that carry loss in all completions of a row's prompt, over all ranks; a number, or
-            ``[B, 1]`` per row. Not divided by the ranks. Only for aggregations that say ``per_prompt``; else NaN.
-        micro_batch_tokens: tokens that an entropy bonus is the mean of: those of the row's micro-batch on the rank that
-            had it (at least 1); a number, a 0-dim tensor, or ``[B, 1]`` per row. NaN where there is no bonus.
+        rows: number of completions; a number or a 0-dim tensor.
+        tokens: number of tokens that carry loss; a number, a 0-dim tensor, or ``[B, 1]`` per row.
+        budget: the generation budget (``max_completion_length``), in tokens; the constant that Dr.GRPO divides by.
+        micro_batches: number of micro-batches of the step; read only by ``local_token_mean`` and an entropy bonus.
+        prompts: number of groups, which is ``rows`` divided by the completions of a prompt.
+        group_tokens: number of tokens that carry loss in all completions of a row's prompt, over all ranks; a number,
+            or ``[B, 1]`` per row. Not divided by the ranks. NaN unless the aggregation says ``per_prompt``.
+        micro_batch_tokens: number of tokens that an entropy bonus averages over: those of the micro-batch in which TRL
+            handed out the row, on the rank that got it (at least 1); a number, a 0-dim tensor, or ``[B, 1]`` per row.
+            NaN without a bonus.
     """
 
     rows: float
@@ -158,22 +165,25 @@ class Denominators:
 
 
 def _alone(numbers: Tensor) -> Tensor:
+    """Return ``numbers``, their own sum over the ranks where there is only one."""
     return numbers
 
 
 @dataclass(frozen=True)
 class LocalRows:
-    """This rank's rows of a generation batch, for which a rule of level ``token`` makes advantages.
+    """This rank's rows of a generation batch, for advantage rules that give each token an advantage (level ``token``).
 
     Args:
-        rows: the slice of the table's N rows that these B are. It does not always begin at ``rank * B``.
-        mask: bool ``[B, T]``, True where a token carries loss. T: this rank's longest completion, so ranks differ.
-        lengths: long ``[B]``, tokens of each completion, tool output included; what lies behind is padding.
-        rewards: float64 ``[B, T]``, only with a critic: −β·k of each token, a completion's rewards on its last one.
-        values: float64 ``[B, T]``, the critic's at generation; ``None`` without one.
-        token_energy: float ``[B, T]``, 1 − 2π + Σπ² of each token under the policy at generation, only for a rule that
-            ``reads_token_energy``.
-        over_ranks: sums a tensor, of the same shape on every rank, over the ranks. A collective.
+        rows: the slice of the ``RewardTable``'s N rows that these B are. It does not always begin at ``rank * B``.
+        mask: bool ``[B, T]``, True where a token carries loss. T is this rank's longest completion, so ranks differ.
+        lengths: long ``[B]``, number of tokens of each completion, tool output included; padding follows.
+        rewards: float64 ``[B, T]``, the reward of each token, with a critic only: minus β times the KL estimate of the
+            token, step scores at the last token of their step, the completion's weighted reward at its last token.
+        values: float64 ``[B, T]``, the critic's values when the batch was generated; ``None`` without a critic.
+        token_energy: float ``[B, T]``, 1 − 2π(token) + Σπ² (the sum over the vocabulary) under the policy at
+            generation; ``None`` unless the rule ``reads_token_energy``.
+        over_ranks: function that sums a tensor over the ranks. It is a collective: every rank calls it, with a tensor
+            of the same shape.
     """
 
     rows: slice
@@ -187,19 +197,25 @@ class LocalRows:
 
 @dataclass(frozen=True)
 class RewardTable:
-    """Rewards of one generation batch, the same on every rank but for ``local``.
+    """Rewards of one generation batch. Every field but ``local`` is the same on all ranks.
 
     Args:
-        values: float64 ``[N, F]`` (given in any float type: advantages are differences of nearly equal numbers, divided
-            by small ones); NaN where a component could not score a completion.
+        values: ``[N, F]``, the score that each of F reward components gave each completion; NaN where a component could
+            not score it. Converted to float64, since advantages are differences of nearly equal numbers, divided by
+            small ones.
         names: F component names.
-        weights: float64 ``[F]``.
-        group_size: G; ``N % G == 0``, groups are contiguous.
-        penalties: how many of the last columns are no rewards but penalties computed here (KL).
-        steps: column of a step reward (which holds means) → its steps over all ranks (``advantages.StepTable``).
+        weights: ``[F]``, the weight of each component in the total; converted to float64.
+        group_size: G, completions per prompt. Groups are contiguous, so ``N % G == 0``.
+        penalties: number of columns at the end that hold no rewards but penalties which the trainer computed (a KL).
+        steps: for each column of a step reward, by its index: the scores of all steps, over all ranks
+            (``advantages.StepTable``). The column itself holds the mean of each completion's step scores.
         local: this rank's rows, for rules that make an advantage per token; ``None`` outside a trainer.
-        lengths: long ``[N]``, the tokens that the policy wrote in each completion; ``None`` where nobody counted them.
-        tasks: long ``[N]``, the number of each row's task; ``None`` without ``tasks``. A group is of one task.
+        lengths: long ``[N]``, number of tokens that the policy wrote in each completion; ``None`` if not counted.
+        tasks: long ``[N]``, the place of each row's task in the setting ``tasks``, counted from 0; ``None`` without
+            ``tasks``. All rows of a group have the same task.
+
+    Raises:
+        ValueError: the numbers of columns, names and weights differ, or N is no multiple of G.
     """
 
     values: Tensor
@@ -227,7 +243,7 @@ class RewardTable:
             raise ValueError(f"{n} rows are not whole groups of num_generations={self.group_size}")
 
     def picked(self, index: Tensor) -> RewardTable:
-        """Return the table of some rows (long ``[M]``, whole groups), in that order, without ``local``."""
+        """Return a table of the rows at ``index`` (long ``[M]``, whole groups) in that order, without ``local``."""
 
         def of(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[index.to(values.device)]
@@ -238,10 +254,11 @@ class RewardTable:
 
     @property
     def total(self) -> Tensor:
-        """Weighted sum ``[N]``, float64; NaN where *no* component could score the row.
+        """Weighted sum of each row's scores and penalties, float64 ``[N]``; NaN where *no* component scored the row.
 
-        The sum of rewards has float32's resolution, since TRL gathers rewards in float32. So 0.1 + 0.2 and 0.3 are
-        equal, and a group of such rewards is dead. Penalties are added in float64.
+        The sum of the rewards is rounded to float32, the type in which TRL gathers rewards. So 0.1 + 0.2 and 0.3 are
+        equal, and a group of such rewards is dead (it has no differences to learn from). Penalties are added in
+        float64.
         """
         weighted = self.values * self.weights.to(self.values.device)
         rewards = weighted.size(1) - self.penalties
@@ -250,7 +267,11 @@ class RewardTable:
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int, device: Any, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Pad rows of token ids on the right (or ``left``), and return ids and attention mask, ``[rows, widest]``."""
+    """Pad rows of token ids with ``pad`` to the length of the longest, on the right or, with ``left``, on the left.
+
+    Returns:
+        the ids and the attention mask (1 for a token, 0 for padding), both long ``[rows, longest]`` on ``device``.
+    """
     width = max(map(len, rows))
     place = torch.arange(width, device=device)
     lengths = torch.tensor([[len(row)] for row in rows], device=device)
@@ -261,12 +282,13 @@ def padded(rows: Sequence[Sequence[int]], pad: int, device: Any, left: bool = Fa
 
 
 def safe(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """Return ``values`` with ``fill`` at masked-out positions, ``[B, T]``. Use it on *inputs*, before exp or log."""
+    """Return ``values`` as ``[B, T]`` with ``fill`` where ``mask`` is False. Use it on *inputs*, before exp or log."""
     return values.expand(mask.shape).masked_fill(~mask, fill)
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum over selected positions (all of them, or along ``dim``). All-masked input gives a differentiable zero."""
+    """Return the sum of ``values`` where ``mask`` is True, over everything or along ``dim``. Where nothing is selected,
+    it is a differentiable zero."""
     selected = safe(values, mask)
     if dim is None:
         return selected.sum()
@@ -274,5 +296,5 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the selected tokens of each row, ``[B]``. An all-masked row gives a differentiable zero."""
+    """Return the mean of each row's selected tokens, ``[B]``. A row without any gives a differentiable zero."""
     return masked_sum(values, mask, dim=-1) / mask.sum(-1).clamp(min=1).float()

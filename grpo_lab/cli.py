@@ -1,4 +1,9 @@
-"""The command line: parser, exit codes, and what stops a command. What a command needs is loaded when it is used."""
+"""The command line: parser, exit codes, and what stops a command.
+
+``main`` parses the words, looks the command up in ``commands.COMMANDS`` and calls its functions. A command with a
+recipe goes through ``_run_recipe``: read the YAML with its overrides, make the recipe, then plan it (``--dry-run``) or
+run it. Modules are imported only once a command needs them, so that ``--help`` and mistakes are answered at once.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,7 @@ from grpo_lab.requirements import absent, failing, in_words
 from grpo_lab.visible import VisibleFormatter, print_errors_visibly, visible
 
 NOTHING = "nothing"
+"""What a command that Ctrl-C ended says that it kept, where it kept nothing."""
 SUBMIT = "write a batch script for each stage, each waiting for those that it reads, and submit nothing"
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
 VERBOSE = (
@@ -29,7 +35,9 @@ OVERRIDES = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code. What ends a command early is one line on stderr.
+    """Run the command line with ``words`` (default: those of ``sys.argv``) and return its exit code.
+
+    A command that ends early says why in one line on stderr. The exit codes are:
 
     0    the command did what it should
     1    an engine does not follow the trainer
@@ -53,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _main(words: Sequence[str] | None) -> int:
-    """Do what ``main`` does, once all requirements are there."""
+    """Do what ``main`` does; all requirements are installed."""
     from grpo_lab.registry import working_folder_on_path
 
     working_folder_on_path()
@@ -89,8 +97,8 @@ def _main(words: Sequence[str] | None) -> int:
 
 
 def _code_of(error: Exception) -> tuple[int, str]:
-    """Return the exit code and the message for the error that ended a command. Code 0: a fault of ours, which shows its
-    traceback."""
+    """Return the exit code and the message for the error that ended a command. Code 0 means that the error is none of
+    the known kinds, so a bug: the caller raises it again, with its traceback."""
     if isinstance(error, ValueError):
         return 2, f"error: {' '.join(str(error).split())}"  # libraries write paragraphs
     from grpo_lab.engines.grouping import EngineFault
@@ -112,12 +120,13 @@ def _code_of(error: Exception) -> tuple[int, str]:
 
 
 def _say(words: str) -> None:
-    """Write one line to stderr; invisible characters in what it quotes of files and models are shown."""
+    """Write a line to stderr. Invisible characters in it, as files and models may hold them, are made visible."""
     print(visible(f"grpo-lab: {words}"), file=sys.stderr, flush=True)
 
 
 def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Make the parser of all commands. With ``words``, only a command that is among them gets its options."""
+    """Make the parser of all commands. With ``words``, only a command whose name is among them gets its options: to
+    find the others' would import their modules."""
     from grpo_lab import __version__
 
     said = "Reinforcement learning from verifiable rewards, on TRL."
@@ -168,14 +177,15 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def _load(name: str) -> Callable[..., Any]:
-    """Import ``module:function`` from below ``grpo_lab``."""
+    """Return the function that ``module:function`` names; the module's name is without ``grpo_lab.``."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(import_module(f"grpo_lab.{module}"), function)
     return found
 
 
 def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
-    """Carry out the command and return its exit code. One with a recipe is planned (``--dry-run``) or run."""
+    """Carry out the command and return its exit code. ``rest`` are the words that its parser does not know, which for a
+    command with a recipe are overrides."""
     if not command.verbose:
         return int(_load(command.run)(known) or 0)
     if command.read:
@@ -187,7 +197,11 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
-    """Plan or run the recipe that the words name, or print what its folder says of it."""
+    """Run the recipe that the command line names and return the exit code 0. With ``--dry-run`` print its plan instead,
+    with ``--submit`` write batch scripts, with ``status`` or ``show`` print how far its folder is.
+
+    Raises whatever ends the command early, for ``_code_of``; Ctrl-C as a KeyboardInterrupt that says what is kept.
+    """
     from grpo_lab.recipe.yaml import parse_overrides, read_yaml, switched_on
     from grpo_lab.registry import modules_beside
 
@@ -238,8 +252,11 @@ def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) ->
 
 
 def _name_recipe(command: Command, known: argparse.Namespace) -> list[str]:
-    """Put the recipe's file at ``known.config``, and return the overrides that come with it. None there: the command
-    only reads ``known.place``."""
+    """Set ``known.config`` to the recipe's file, and return the overrides that follow from how it was named.
+
+    ``known.config`` is None for ``status`` and ``show``, which only read the folder ``known.place``. ``resume`` takes
+    the recipe that is in the folder, and that folder as the output folder.
+    """
     from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
 
     if not command.recipes:

@@ -9,19 +9,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Command:
-    """One command. Its functions are named as ``module:function`` below ``grpo_lab``.
+    """A command of ``grpo-lab``. Its functions are given as text, ``module:function`` without ``grpo_lab.``, so that
+    the table imports nothing.
+
+    There are two kinds. A command with a recipe has ``read`` and ``plan``; one with options alone has ``options``.
 
     Attributes:
-        help: what it does, in one line; ``about``: the same in several sentences.
-        run: function that carries it out and returns an exit code. It is given the recipe and the flags, or the
-            options if the command takes no recipe.
-        options: function that adds the options of a command without a recipe to its parser.
-        read: function that makes the recipe of a mapping and a default name.
-        plan: function that says for ``--dry-run`` what a recipe will do.
-        recipes: where example recipes are; empty if the command has a recipe of its own.
-        resumes: whether it takes ``--resume``.
-        verbose: whether it takes ``--verbose``, and is quiet without it.
-        actions: word before a file or a folder → which of the two it takes, and what is done with it.
+        help: one line on what the command does.
+        run: function that carries the command out. With a recipe it is called with the recipe and the flags; else with
+            the parsed options, and may return an exit code.
+        options: function that adds the command's options to its parser; only without a recipe.
+        about: several sentences on what the command does, for its ``--help``; only without a recipe.
+        read: function that makes a recipe from the mapping in a YAML file and a default name.
+        plan: function that returns, for ``--dry-run``, what a recipe will do: name → value.
+        recipes: where example recipes are; empty if the command always runs the same recipe, which we ship.
+        resumes: whether the command takes ``--resume``.
+        verbose: whether the command takes ``--verbose``; without that option it is then quiet.
+        actions: for a command that takes a word before a file or folder: that word → its help.
     """
 
     help: str
@@ -37,6 +41,7 @@ class Command:
 
 
 def _pipeline(module: str, run: str, plan: str, read: str) -> Any:
+    """Return the fields ``run``, ``plan`` and ``read`` of a command whose functions are in ``grpo_lab.pipelines``."""
     return {"run": f"pipelines.{module}:{run}", "plan": f"pipelines.{module}:{plan}", "read": f"pipelines.{read}"}
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 ROWS = "grpo_lab_generation_"
-"""How the names of files of an open generation batch begin. NaN and infinities have meanings there (a token that is not
-scored)."""
+"""Prefix of the files in a checkpoint that hold the generation batch in use. ``not_finite`` does not read them: NaN and
+infinities have meanings there (a token that is not scored)."""
 
 
 class NumbersError(FloatingPointError):
@@ -20,8 +20,11 @@ class NumbersError(FloatingPointError):
 
 
 def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:
-    """Return a bool tensor: whether ``weight`` (this rank's part) holds NaN or, with ``infinite``, infinities. Nothing
-    is copied: its smallest and largest value show it."""
+    """Return whether ``weight`` holds NaN or, with ``infinite``, infinities, as a bool tensor without dimensions.
+
+    Of a sharded tensor only this rank's shard is looked at. Tensors on the meta device, empty ones, whole numbers and
+    8-bit floats (quantized weights) give False. Nothing is copied: the smallest and the largest value suffice.
+    """
     if hasattr(weight, "to_local"):
         weight = weight.to_local()
     packed = not weight.is_floating_point() or weight.element_size() < 2  # of a quantized model
@@ -34,7 +37,7 @@ def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:
 
 
 def in_words(bad: list[str], of: int) -> str:
-    """Return words such as ``in 2 of 30 tensors (a, b)``."""
+    """Return words such as ``in 2 of 30 tensors (a, b)``: the names of at most three bad tensors, out of ``of``."""
     more = ""
     if bad[3:]:
         more = f" and {len(bad) - 3} more"
@@ -44,7 +47,8 @@ def in_words(bad: list[str], of: int) -> str:
 class FiniteScores:
     """A logits processor for ``model.generate`` that raises NumbersError if a row has NaN, +∞ or no finite score.
 
-    With NaN torch's error says no more than "probability tensor", and greedy decoding takes any token.
+    Without it sampling from NaN ends in torch's error on a "probability tensor", and greedy decoding takes some token
+    without an error.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -54,7 +58,8 @@ class FiniteScores:
 
 
 def not_finite_scores(model: torch.nn.Module | None = None) -> str:
-    """Return the message that a model's next token cannot be drawn. With ``model``, it names the weights to blame."""
+    """Return a message for scores of the next token that are not finite. With ``model`` it names the weights that are
+    bad or, if none is, the largest."""
     said = "the model's scores of the next token are not finite"
     if model is None:
         return f"{said}: a weight of it is NaN, infinite or far too large; look at how it was made, saved or converted"
@@ -68,10 +73,11 @@ def not_finite_scores(model: torch.nn.Module | None = None) -> str:
 
 
 def not_finite(folder: Path) -> str | None:
-    """Name the file of a saved model or checkpoint that holds NaN or infinities, and the tensors; None if none does.
+    """Search a saved model or checkpoint for NaN and infinities. Return a sentence that names the first such file and
+    its bad tensors; None if there are none.
 
-    It reads weights, adapters, critic, reference and moments, whole or as FSDP's shards. Not read: DeepSpeed's own
-    files, moments in the classes of another package, what is damaged.
+    It reads weights, adapters, critic, reference and the optimizer's moments, as whole files or FSDP's shards. It does
+    not read DeepSpeed's own files, moments pickled in classes of other packages, nor damaged files.
     """
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = file.relative_to(folder).as_posix()
@@ -85,6 +91,8 @@ def not_finite(folder: Path) -> str | None:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of the tensors in a file; nothing for a file of another kind. A ``.metadata`` stands for the
+    sharded checkpoint that it describes."""
     if file.suffix == ".safetensors" and not file.name.startswith(ROWS):
         from safetensors import safe_open
 

@@ -14,10 +14,12 @@ _SECONDS_TO_ANSWER = 10
 
 
 def reach_hub(name: str, kind: str = "model") -> None:
-    """Ask the hub once for a ``kind`` (``model`` or ``dataset``) called ``name``. Raises ConnectionError if it cannot
-    be reached.
+    """Ask the hub once for the ``kind`` (``model`` or ``dataset``) called ``name``, to see whether the hub answers.
 
-    What it answers is ignored: whoever loads ``name`` reports it better.
+    Any answer will do, also that there is no such name: whoever loads ``name`` reports that better.
+
+    Raises:
+        ConnectionError: the hub cannot be reached.
     """
     import httpx
     from huggingface_hub import HfApi
@@ -35,9 +37,11 @@ def reach_hub(name: str, kind: str = "model") -> None:
 
 @contextmanager
 def data_set_reached(name: str) -> Iterator[None]:
-    """Context around the loading of a data set: if the hub cannot be reached, it is read from the cache, at once.
+    """Context for loading the data set ``name`` of the hub. If the hub cannot be reached, the ``datasets`` library is
+    offline inside the block, so that it reads its cache at once.
 
-    Raises ConnectionError if it is not there either.
+    Raises:
+        ConnectionError: the hub cannot be reached, and the block failed, since the cache lacks the data set.
     """
     from datasets import config
 

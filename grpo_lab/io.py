@@ -1,14 +1,14 @@
 """Writing files that are there completely or not at all, wherever the writer was killed or the power cut.
 
 A file is written beside its place, flushed to the disk, and moved into place; then the move is flushed, too. Without
-the first ``fsync`` a file system may carry out the move before the content; without the second the move itself may be
-lost.
+the first ``fsync`` a file system may carry out the move before it has written the content. Without the second it may
+lose the move.
 
-Files of JSON lines grow by batches. Each batch is there completely or not at all, too: what is left of a torn one is
-cut off before the next is appended (``append_json_line``, ``append_rows``).
+Files of JSON lines grow by batches. A batch, too, is there completely or not at all: what a kill left of one is cut off
+before the next is appended (``append_json_line``, ``append_rows``).
 
-Also whether a name is a folder here or one on the hub, and how many cores this process may use. Files are read by
-``grpo_lab.reading``.
+Three small things are here as well: whether a name is a local folder or one on the hub, whether a local folder holds a
+model, and how many cores this process may use. Files are read by ``grpo_lab.reading``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import IO, Any
 
 LEFT = "left"
-"""Field of a line of JSON: how many further lines of its batch follow. The last line of a batch, and a line by itself,
-do not have it."""
+"""Key in a JSON line: the number of lines of its batch that follow. The last line of a batch does not have it, nor does
+a line that is appended alone."""
 
 EXIT_INTERRUPTED = 75
 """Exit code of a command that stopped on request and can be resumed (EX_TEMPFAIL). It is not 0, since the command is
@@ -37,11 +37,12 @@ _NUMBER = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> None:
-    """Let ``write(partial)`` write a file, and move it to ``path``. A failure leaves ``path`` as it was; ``partial`` is
-    ``<name>.part`` beside it.
+    """Write a file completely or not at all: ``write(partial)`` writes ``<name>.part`` beside ``path``, which is then
+    moved to ``path``. After a failure ``path`` is as it was.
 
-    Raises OSError if the file, or its folder, cannot be written (``saving``), or ``path`` is a folder. Other errors of
-    ``write`` pass through.
+    Raises:
+        OSError: the disk refused to take the file (``saving``), or ``path`` is a folder. Other errors of ``write`` pass
+            through.
     """
     place = Path(path)
     if place.is_dir():
@@ -58,9 +59,11 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> N
 
 @contextmanager
 def saving(place: str | os.PathLike[str]) -> Iterator[None]:
-    """Context that turns an error of the disk while ``place`` is written into an OSError with its number and the place.
+    """Context for writing ``place``. An error of the disk inside it (full, over a quota, read-only) becomes an OSError
+    that has the error number and names ``place``; other errors pass through.
 
-    safetensors, tokenizers, torch and ``copytree`` have errors of their own for it, and ``json.dump`` names no file.
+    For a full disk safetensors, tokenizers, torch and ``copytree`` raise errors of their own, and that of ``json.dump``
+    names no file.
     """
     try:
         yield
@@ -73,8 +76,8 @@ def saving(place: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _of_disk(error: Exception) -> tuple[int, str] | None:
-    """Return number and message if the disk refused a write; None for any other error, and for one that names
-    its file."""
+    """Return the error number and message of an error that means that the disk refused a write. None for other errors,
+    and for an OSError that names its file already."""
     kind = type(error)
     said = str(error)
     if isinstance(error, OSError) and error.errno is not None:
@@ -93,16 +96,19 @@ def _of_disk(error: Exception) -> tuple[int, str] | None:
 
 
 def write_whole_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` as UTF-8, completely or not at all."""
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write ``value`` as JSON. Values that JSON does not know are written as their text."""
+    """Write ``value`` as JSON, completely or not at all. A value of a type that JSON lacks is written as ``str`` of it.
+    """
     write_whole_text(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
 def write_json_lines(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write one object a line, without escapes. The caller replaces half surrogate pairs (`visible.encodable`)."""
+    """Write each row as a JSON object on a line of its own, completely or not at all. Other characters than ASCII are
+    not escaped, so the caller must have replaced lone surrogates (``visible.encodable``)."""
     write_lines(path, (as_line(row) for row in rows))
 
 
@@ -112,8 +118,8 @@ def as_line(row: Mapping[str, Any]) -> str:
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    """Write a file of lines, completely or not at all. The lines are taken one by one: they need not be in memory
-    together."""
+    """Write lines of text, completely or not at all. They are taken from ``lines`` one by one, so it may be a generator
+    of more than fits in memory."""
 
     def write(partial: Path) -> None:
         with partial.open("w", encoding="utf-8") as file:
@@ -123,11 +129,12 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
 
 
 def append_json_line(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
-    """Append a line to a file of JSON lines, after its last complete one. Values that JSON does not know are written as
-    text.
+    """Append ``row`` as a line to a file of JSON lines, after its last complete line. A value of a type that JSON lacks
+    is written as ``str`` of it.
 
-    Raises OSError if it cannot be written; the file then stays as it was. Raises ValueError if ``path`` is no plain
-    file.
+    Raises:
+        OSError: the line cannot be written; the file is as it was.
+        ValueError: ``path`` is no plain file (``no_link``).
     """
     with open(path, "a+b", opener=no_link) as file:
         cut_to_whole_batches(file)
@@ -135,7 +142,7 @@ def append_json_line(path: str | os.PathLike[str], row: Mapping[str, Any]) -> No
 
 
 def append_rows(file: IO[bytes], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append a batch of rows, each marked with how many follow (``LEFT``), and flush it to the disk."""
+    """Append rows as one batch of JSON lines, all but the last with ``LEFT``, and flush them to the disk."""
     last = len(rows) - 1
     marked = [row if place == last else {**row, LEFT: last - place} for place, row in enumerate(rows)]
     append_batch(file, [json.dumps(row) for row in marked])
@@ -143,9 +150,10 @@ def append_rows(file: IO[bytes], rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def append_batch(file: IO[bytes], lines: Sequence[str]) -> None:
-    """Append lines to an open file that ends with a complete batch. If that fails, the file is cut back to that end.
+    """Append lines to an open file that ends with a complete batch. If the disk refuses them, cut the file back to
+    where it ended, and raise OSError.
 
-    After a kill in between, whoever opens the file next cuts it back (``cut_to_whole_batches``).
+    After a kill in the middle, whoever opens the file next cuts it back (``cut_to_whole_batches``).
     """
     end = file.seek(0, os.SEEK_END)
     content = memoryview("".join(f"{line}\n" for line in lines).encode())
@@ -160,10 +168,10 @@ def append_batch(file: IO[bytes], lines: Sequence[str]) -> None:
 
 
 def cut_to_whole_batches(file: IO[bytes], is_whole: Callable[[dict[str, Any]], bool] = lambda row: True) -> None:
-    """Cut an open file after its last complete batch.
+    """Cut an open file of JSON lines after its last complete batch, and move to its end.
 
-    This removes what a kill or a lost write has left there: half a line, one that is no object or not ``is_whole``, the
-    first lines of a batch.
+    This removes what a kill or a lost write left there: half a line, a line that holds no object or one for which
+    ``is_whole`` is false, or a batch without its last line.
     """
     end = file.seek(0, os.SEEK_END)
     size = end
@@ -179,7 +187,7 @@ def cut_to_whole_batches(file: IO[bytes], is_whole: Callable[[dict[str, Any]], b
 
 
 def _start_of_line(file: IO[bytes], end: int) -> int:
-    """Return where the line begins that ends at ``end``."""
+    """Return the position (in bytes) at which the line begins that ends at position ``end``."""
     place = end - 1
     while place > 0:
         piece = max(0, place - 65536)
@@ -192,6 +200,7 @@ def _start_of_line(file: IO[bytes], end: int) -> int:
 
 
 def _ends_batch(line: bytes, is_whole: Callable[[dict[str, Any]], bool]) -> bool:
+    """Return whether ``line`` is complete, holds an object that ``is_whole``, and is the last of its batch."""
     try:
         row = None
         if line.endswith(b"\n"):
@@ -202,9 +211,10 @@ def _ends_batch(line: bytes, is_whole: Callable[[dict[str, Any]], bool]) -> bool
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open ``path`` itself, never a file that a link there leads to: for ``open(…, opener=no_link)``.
+    """Open a plain file and return its descriptor, without following links: ``open(…, opener=no_link)``.
 
-    Raises ValueError if it is a link, a folder, a pipe or a device.
+    Raises:
+        ValueError: ``path`` is a link, a folder, a pipe or a device.
     """
     try:
         opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -219,11 +229,11 @@ def no_link(path: str, flags: int) -> int:
 
 @contextmanager
 def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Context that yields an empty folder, which becomes ``path`` when the block ends: ``with whole_folder(path) as
-    partial``.
+    """Context that yields an empty folder to fill, ``<name>.part`` beside ``path``, and moves it to ``path`` at the
+    end.
 
-    ``partial`` is ``<name>.part`` beside ``path``. What a killed run left there, and an earlier ``path``, are removed.
-    Between two moves there may be no ``path``, never half of one. If the block raises, both stay.
+    An earlier folder ``path`` is replaced. For a moment there may then be no ``path``, but never half of one. If the
+    block raises, ``path`` and the half-filled folder stay as they are; the next call removes the latter.
     """
     place = Path(path)
     partial = place.with_name(f"{place.name}.part")
@@ -235,8 +245,8 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def move_whole(partial: Path, place: Path) -> None:
-    """Move the folder ``partial`` to ``place``, and flush it to the disk. An earlier ``place`` is removed when the new
-    one is there."""
+    """Flush the folder ``partial`` to the disk and move it to ``place``. An earlier folder ``place`` is moved aside
+    first, and removed last."""
     for inside in (*partial.rglob("*"), partial):
         _to_disk(inside)
     earlier = partial.with_name(f"{partial.name}.earlier")
@@ -249,6 +259,7 @@ def move_whole(partial: Path, place: Path) -> None:
 
 
 def _to_disk(path: Path) -> None:
+    """Wait until the system has written a file, or a folder's list of names, to the disk (``fsync``)."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -260,8 +271,8 @@ def _to_disk(path: Path) -> None:
 
 
 def own_cores() -> int:
-    """Count the cores that this process is bound to (containers, ``taskset``), if the system says so; else all cores of
-    the machine."""
+    """Return the number of cores that this process may use (a container or ``taskset`` may allow fewer than there are);
+    that of the machine if the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -273,13 +284,16 @@ def is_local(path: str | None) -> bool:
 
 
 def looks_local(path: str) -> bool:
-    """Return whether ``path`` can only be a folder: no hub name begins like this, or has as many slashes."""
+    """Return whether ``path`` cannot be a hub name (``owner/name``), since it begins like a path or has two slashes."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
 def check_place(path: str, where: str = "model.path") -> str:
-    """Return ``path``, a saved model's folder or a hub name. Raises ValueError for a local folder that is not there, or
-    holds no model."""
+    """Return ``path`` if it can be a model: a folder that holds one, or a hub name (which is not looked up).
+
+    Raises:
+        ValueError: no such folder, or one without a model. The message names the setting ``where``.
+    """
     if not is_local(path):
         if not path or looks_local(path):
             raise ValueError(f"`{where}` is {path!r}: no such folder (a saved model, or a hub name such as org/model)")

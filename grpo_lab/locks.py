@@ -1,8 +1,8 @@
 """Locks of files, which the kernel releases when the process that holds them ends, in whatever way.
 
-They are POSIX locks: a child of the holder, which outlives it for a moment, does not inherit them. A process that was
-killed keeps its locks until the kernel has removed all of it. That takes the longer, the larger its memory and the
-slower its last write to the disk. Who asks for the lock meanwhile waits for that.
+They are POSIX locks: a child does not inherit them, so one that outlives a killed holder for a moment holds nothing. A
+killed process itself keeps its locks until the kernel has removed all of it, which takes longer with more memory and a
+slow last write to the disk. ``lock`` waits for such a process, and gives up at once for one that works on.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ _ON_LINUX = sys.platform == "linux"
 _STRUCT = "hhqqi" if _ON_LINUX else "qqihh"
 """Layout of ``struct flock``: type, whence, start, length, process; on macOS start, length, process, type, whence."""
 _EXITING = 0x4
+"""Linux's flag of a process that is exiting (``PF_EXITING``)."""
 _SIGKILL = 1 << 8
+"""SIGKILL, number 9, in a mask of signals."""
 HELD: set[str] = set()
-"""Files that this process has locked. Closing another descriptor of one of them would release the lock."""
+"""Absolute paths of the files that this process has locked. They must not be opened for a look: closing any descriptor
+of such a file releases the lock."""
 
 
 def lock(opened: int) -> bool:
-    """Lock the file for this process. False: another living process has it. Raises OSError on a file system without
-    locks."""
+    """Lock an open file (``opened``: its descriptor) for this process.
+
+    Returns whether this process has the lock now. False: another process has it and is not ending, or was still ending
+    after ``LONGEST_END`` seconds. Raises OSError on a file system without locks.
+    """
     last = time.monotonic() + LONGEST_END
     looks = 0
     while not _taken(opened):
@@ -60,6 +66,7 @@ def is_locked(file: Path) -> bool:
 
 
 def _taken(opened: int) -> bool:
+    """Try to lock the file without waiting, and return whether that succeeded."""
     try:
         fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -70,8 +77,8 @@ def _taken(opened: int) -> bool:
 
 
 def _holder(opened: int) -> int | None:
-    """Return the process that has the file locked; 0 if it is on another machine or in another container, None if there
-    is none."""
+    """Return the id of the process that has the file locked; 0 if that process is on another machine or in another
+    container, None if nobody has it locked."""
     whole_file = (os.SEEK_SET, 0, 0, 0)
     if _ON_LINUX:
         asked = (fcntl.F_WRLCK, *whole_file)
@@ -85,7 +92,8 @@ def _holder(opened: int) -> int | None:
 
 
 def _is_ending(process: int) -> bool:
-    """Return whether the process was killed and is not gone yet."""
+    """Return whether a process was killed or is exiting, by its state, flags and pending signals in ``/proc``; also
+    True if it has just gone, and False for 0 (not of this machine)."""
     if not process:
         return False
     try:

@@ -24,7 +24,7 @@ Fields = Mapping[str, type | UnionType]
 """Fields that an object must have, with their types. Further fields are allowed."""
 
 Numbers = tuple[Callable[[str], Any], Callable[[str], Any]]
-"""Two functions that make a number of its text in JSON: the first for whole numbers, the second for all others."""
+"""Two functions that convert the text of a JSON number: the first for whole numbers, the second for all others."""
 
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 HALF = re.compile("[\ud800-\udfff]")
@@ -39,6 +39,7 @@ _IN_WORDS = {
     NoneType: "null",
 }
 _SHOWN = 60
+"""Most characters of a damaged place that a message quotes."""
 
 
 class _Damaged(ValueError):
@@ -67,8 +68,12 @@ def read_text(path: str | os.PathLike[str], advice: str = "") -> str:
 
 
 def read_json(path: str | os.PathLike[str], advice: str = "") -> Any:
-    """Return the value in a JSON file. Raises ValueError, ending with ``advice``, if it is damaged; OSError if it
-    cannot be opened."""
+    """Return the value in a JSON file.
+
+    Raises:
+        ValueError: the file is damaged. The message ends with ``advice``.
+        OSError: the file cannot be opened.
+    """
     try:
         return _value_of(_decoded(Path(path).read_bytes()))
     except _Damaged as error:
@@ -76,7 +81,8 @@ def read_json(path: str | os.PathLike[str], advice: str = "") -> Any:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Return the value in JSON ``text``. Raises ValueError if it is damaged; ``where`` names its place."""
+    """Return the value in JSON ``text``. Raises ValueError if the text is damaged; the message begins with ``where``.
+    """
     try:
         return _value_of(text if isinstance(text, str) else _decoded(text))
     except _Damaged as error:
@@ -84,8 +90,13 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def read_record(path: str | os.PathLike[str], needs: Fields | None = None, advice: str = "") -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ValueError, ending with ``advice``, if it is damaged, no object, or
-    lacks a field of ``needs``; OSError if it cannot be opened."""
+    """Return the object in a JSON file.
+
+    Raises:
+        ValueError: the file is damaged, holds no object, or lacks a field of ``needs``. The message ends with
+            ``advice``.
+        OSError: the file cannot be opened.
+    """
     found = read_json(path, advice)
     try:
         return checked_object(found, needs or {})
@@ -96,10 +107,13 @@ def read_record(path: str | os.PathLike[str], needs: Fields | None = None, advic
 def json_lines(
     path: str | os.PathLike[str], *, halves: bool = True, numbers: Numbers | None = None
 ) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line number from 1, its object, or why it holds none) of a file of JSON lines; blank lines are skipped.
+    """Read a file of JSON lines. Yield each line's number (from 1) and its object or, for a damaged line, the reason as
+    text. Blank lines are skipped.
 
-    ``halves``: half characters (lone surrogates, which can be neither tokenized nor written) are let through.
-    ``numbers``: two functions that convert the text of a whole number, and of another one.
+    Args:
+        halves: whether a lone surrogate is let through: half a character, which can be neither tokenized nor written.
+            False: such a line counts as damaged.
+        numbers: functions that convert numbers; ``None``: to ``int`` and ``float``.
     """
     decoder = _DECODER if numbers is None else _decoder(*numbers)
     with open(path, "rb") as lines:
@@ -124,9 +138,11 @@ def read_json_lines(
     halves: bool = True,
     numbers: Numbers | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, its object) of a file of JSON lines.
+    """Yield each line's number (from 1) and its object, of a file of JSON lines; ``halves`` and ``numbers`` are those
+    of ``json_lines``.
 
-    Raises ValueError, ending with ``advice``, if a line is damaged, holds no object, or lacks a field of ``needs``.
+    Raises:
+        ValueError: a line is damaged, holds no object, or lacks a field of ``needs``. The message ends with ``advice``.
     """
     for number, found in json_lines(path, halves=halves, numbers=numbers):
         try:
@@ -138,8 +154,8 @@ def read_json_lines(
 
 
 def checked_object(found: Any, needs: Fields) -> dict[str, Any]:
-    """Return ``found`` if it is an object with the fields of ``needs``. Raises a ValueError that says what it is
-    instead, or lacks."""
+    """Return ``found`` if it is an object with the fields of ``needs``; else raise a ValueError that says what
+    ``found`` is, or which field is missing or of another type."""
     if not isinstance(found, dict):
         raise ValueError(f"it holds {_shown(found)}; a mapping of names to values is needed")
     for name, kind in needs.items():
@@ -161,7 +177,8 @@ def _decoded(content: bytes, mark: bool = True) -> str:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = {sys.intern(name): value for name, value in pairs}  # a million rows have their columns' names once
+    """Make a dict of an object's keys and values. Raises _KeyTwice for a key that stands twice."""
+    found = {sys.intern(name): value for name, value in pairs}  # a million rows share one copy of their columns' names
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         raise _KeyTwice(next(name for name in names if names.count(name) > 1))
@@ -176,7 +193,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def _value_of(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
-    """Return the value of JSON ``text``. Raises _Damaged if it has none, and says why."""
+    """Return the value of JSON ``text``. Raises a _Damaged that says why, if it cannot be read."""
     if not text.strip("\0 \t\r\n"):
         raise _Damaged("zero bytes, as a lost write leaves them" if "\0" in text else "it is empty; JSON is needed")
     try:
@@ -228,6 +245,7 @@ def _refuse_halves(found: dict[str, Any]) -> None:
 
 
 def _is_of(value: Any, kind: type | UnionType) -> bool:
+    """Return whether ``value`` is of the type ``kind``. A whole number also is a ``float``, a switch is no number."""
     kinds = get_args(kind) or (kind,)
     if isinstance(value, bool):
         return bool in kinds
@@ -235,10 +253,12 @@ def _is_of(value: Any, kind: type | UnionType) -> bool:
 
 
 def _in_words(kind: type | UnionType) -> str:
+    """Return a type in words: ``text or null``."""
     return " or ".join(_IN_WORDS.get(one, one.__name__) for one in get_args(kind) or (kind,))
 
 
 def _shown(value: Any) -> str:
+    """Return the first ``_SHOWN`` characters of ``value`` as JSON."""
     text = json.dumps(value, default=str)
     if len(text) <= _SHOWN:
         return text
@@ -246,5 +266,6 @@ def _shown(value: Any) -> str:
 
 
 def _sentence(path: object, error: ValueError, advice: str) -> str:
+    """Return a message: the place, its line if ``error`` knows it, what is wrong, and the advice."""
     line = getattr(error, "line", None)
     return f"{path}{f', line {line}' if line else ''}: {error}{f': {advice}' if advice else ''}"

@@ -1,7 +1,9 @@
 """Tables of parts by name: adding a part to one, finding it, listing its knobs (settings), and building it with them.
 
-A part is a dataclass whose instances are callable (its fields are its knobs), a function (no knobs), or a ready object
-(set already).
+A part is a piece of an algorithm: an advantage rule, a surrogate, an aggregation or a correction. It is one of three
+things: a dataclass whose instances are callable, with its fields as knobs; a function, without knobs; or a callable
+object, whose knobs are set already. A table is a plain dict, name → part. Here are also the functions that import a
+team's own object by ``"module:attribute"``.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from grpo_lab.settings import did_you_mean
 
 
 def knobs_of(part: Any) -> dict[str, Any]:
-    """Return name → default (``MISSING`` without one) of the fields of a dataclass or its instance, in order; else
-    nothing."""
+    """Return the knobs of a part with their defaults (``dataclasses.MISSING`` for one without), in order: the fields of
+    a dataclass or of an instance of one. Another part has none."""
     if not dataclasses.is_dataclass(part):
         return {}
     fields = [field for field in dataclasses.fields(part) if field.init]
@@ -26,7 +28,9 @@ def knobs_of(part: Any) -> dict[str, Any]:
 
 
 def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> None:
-    """Raise ``ValueError`` if ``name`` is no valid name, or another object's already (unless that is ``redefined``)."""
+    """Raise ValueError if ``part`` cannot be registered in ``table`` as ``name``: that is no valid name, or it belongs
+    to another part, of which ``part`` is no newer definition (``redefined``). ``what``: the kind of part, for
+    messages."""
     if not isinstance(name, str) or not name or ":" in name or name != name.strip():
         raise ValueError(f"{what} is registered as {name!r}; it must be a name without ':' ('module:attribute')")
     if name in table and table[name] is not part and not redefined(table[name], part):
@@ -37,16 +41,22 @@ def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> Non
 
 
 def redefined(before: Any, part: Any) -> bool:
-    """Return whether ``part`` is the definition of ``before`` run again (a notebook's cell, a reloaded module), and
-    replaces it."""
+    """Return whether ``part`` comes from running the definition of ``before`` again (a notebook's cell, a reloaded
+    module): both have the same module and name. Then it replaces ``before``."""
     named = all(hasattr(one, "__qualname__") and "<" not in one.__qualname__ for one in (before, part))
     return named and address(before) == address(part)
 
 
 def add(table: MutableMapping[str, Any], name: str, part: Any, reserved: Iterable[str], what: str) -> Any:
-    """Put ``part`` into ``table`` and return it, so that this can be a decorator. The same object may be added twice.
+    """Put ``part`` into ``table`` as ``name`` and return it, so that a decorator can end with this call. The same
+    object may be added twice.
 
-    Raises ValueError as ``check_name`` does, if the part cannot be called, or if it has a knob named in ``reserved``.
+    Args:
+        reserved: names that no knob may have.
+        what: the kind of part, for messages.
+
+    Raises:
+        ValueError: the part cannot be called, it has a reserved knob, or ``name`` is not allowed (``check_name``).
     """
     if not callable(part) or (isinstance(part, type) and "__call__" not in dir(part)):
         raise ValueError(f"{what} is {part!r}; it must be a class with `__call__`, a function or a callable object")
@@ -68,8 +78,8 @@ def found(table: Mapping[str, Any], name: str, what: str) -> Any:
 
 
 def built(part: Any, knobs: Mapping[str, Any], what: str) -> Any:
-    """Build a class with its ``knobs``; return a function or object as it is. Raises ``ValueError`` for unknown or
-    missing knobs."""
+    """Return a part ready to be called: a class is instantiated with ``knobs``, a function or object is returned as it
+    is. Raises ValueError for unknown or missing knobs, and for any knob of a function or object."""
     if not isinstance(part, type):
         if knobs:
             raise ValueError(f"`{what}` {address(part)} takes no settings, got {sorted(knobs)}")
@@ -85,15 +95,15 @@ def built(part: Any, knobs: Mapping[str, Any], what: str) -> Any:
 
 
 def address(part: Any, before_name: str = ".") -> str:
-    """Return ``module.name`` of a class or function, or of an object's class. With ``":"`` it is what ``load_named``
-    reads."""
+    """Return ``module.name`` of a class or function, or of an object's class. With ``before_name=":"`` it is the form
+    that ``load_named`` reads."""
     kind = part if hasattr(part, "__qualname__") else type(part)
     return f"{kind.__module__}{before_name}{kind.__qualname__}"
 
 
 def working_folder_on_path() -> str:
-    """Put the working folder first on ``sys.path``, as TRL's scripts do, and return it. A console script has only its
-    own folder there."""
+    """Put the working folder first on ``sys.path`` and return it, so that a team's modules can be imported as in TRL's
+    scripts. Python itself puts only the folder of a console script there."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -101,15 +111,16 @@ def working_folder_on_path() -> str:
 
 
 def modules_beside(file: Path) -> None:
-    """Let modules that lie beside a recipe be imported, behind all others."""
+    """Let modules in the recipe's folder be imported: put that folder last on ``sys.path``. Of two modules of one name
+    another folder's is taken."""
     folder = str(file.parent.resolve())
     if folder not in sys.path:
         sys.path.append(folder)
 
 
 def load_named(reference: str, where: str) -> Any:
-    """Import the object at ``"package.module:attribute"``. Raises ``ValueError`` for another form, or if nothing is
-    there."""
+    """Import the object that ``"package.module:attribute"`` names. Raises ValueError if the text has another form, or
+    if there is no such module or attribute; ``where`` is the setting, for the message."""
     module, _, attribute = reference.partition(":")
     if not module or not attribute:
         raise ValueError(f"`{where}` is {reference!r}; it must be 'module:attribute'")

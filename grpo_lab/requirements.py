@@ -1,6 +1,7 @@
 """Requirements of this package, and which of them this Python lacks: all of them, in one message.
 
-Uses the standard library alone. ``scripts/offline_kit.py`` asks the same table on a machine that lacks everything.
+Only the standard library is used here: ``scripts/offline_kit.py`` reads the same table on a machine that lacks all
+requirements.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ def module_of(requirement: str) -> str:
 
 
 def absent(needed: Sequence[str] = NEEDED) -> dict[str, str]:
-    """Return requirements whose module is not found → why, as ``failing`` says it. Imports nothing, and takes a
-    millisecond."""
+    """Return the requirements whose module is not found, each with the reason ``NOT_INSTALLED``. It imports nothing,
+    and takes a millisecond."""
     gone = [one for one in needed if module_of(one) not in sys.modules and find_spec(module_of(one)) is None]
     return dict.fromkeys(gone, NOT_INSTALLED)
 
 
 def failing(needed: Sequence[str] = NEEDED) -> dict[str, str]:
-    """Return requirements that do not import → why: absent ones, and those that raise an error.
+    """Return the requirements that cannot be imported, each with the reason: it is not installed, or raises an error.
 
-    Imports all others, which takes seconds: call it only once something has failed.
+    It imports all of them, which takes seconds: call it only once something has failed.
     """
     found = dict[str, str]()
     for requirement in needed:
@@ -98,7 +99,7 @@ def _place(error: BaseException) -> str:
 
 
 def in_words(found: Mapping[str, str]) -> str:
-    """Make one sentence that names all that is missing, and how to install it."""
+    """Return a sentence on the requirements that ``absent`` or ``failing`` found, and how to install them."""
     gone = [name_of(one) for one, why in found.items() if why == NOT_INSTALLED]
     half = [f"{name_of(one)} ({why})" for one, why in found.items() if why != NOT_INSTALLED]
     parts = []

@@ -1,8 +1,9 @@
 """Settings with types that pydantic checks, read from what a person wrote, and one sentence for each mistake in it.
 
-``@settings()`` makes a frozen dataclass that checks its fields, in Python as well as in ``read``, which makes it from a
-mapping (a recipe, a configuration, a command line). Field types that say more than a plain ``int`` are defined here,
-each with its words. ``typed`` reads numbers and switches for classes and functions that are not ours.
+``@settings()`` makes a class a frozen dataclass that checks its fields when it is built. ``read`` builds it from a
+mapping (a section of a recipe, a configuration, a command line). Field types that say more than a plain ``int`` are
+defined here (``Positive``, ``Share``, …), each with the words of its error. ``typed`` converts numbers and switches for
+classes and functions that are not ours. Errors are ValueErrors that name the setting, what was found, what is allowed.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from typing_extensions import dataclass_transform
 
 
 class UnknownSettingError(ValueError, TypeError):
-    """Error: a key that no setting has. It is also a ``TypeError``, as Python's error for a wrong keyword is."""
+    """Error for an unknown setting. It is also a ``TypeError``, which is Python's own error for an unknown keyword."""
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"``, or nothing if no known name is near."""
+    """Return ``"; did you mean 'x'?"`` with the known name nearest to ``name``; "" if none is near."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
@@ -48,12 +49,12 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def one_of(name: object, known: Iterable[str]) -> str:
-    """Return the words that follow a name that is none of ``known``: the nearest one, and all that are allowed."""
+    """Return the end of a message on an unknown name: the nearest of the ``known`` ones, and all that are allowed."""
     return f"{did_you_mean(name, known) or '.'} Allowed: {list(known)}"
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of a command's option that is a whole number of ``least`` or more."""
+    """Return a function for ``argparse``'s ``type=`` that reads a whole number of at least ``least``."""
 
     def whole_number(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
@@ -64,15 +65,17 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def no_such_setting(key: object, allowed: Iterable[str]) -> str:
-    """Return the words for an unknown key, without its place: the key, the nearest known one, and up to 20 that are
-    allowed."""
+    """Return the end of a message on an unknown key: the key, the nearest allowed one and, if there are at most 20, all
+    that are allowed."""
     known = sorted(allowed)
     return f"has no setting {key!r}{one_of(key, known) if len(known) <= 20 else did_you_mean(key, known)}"
 
 
 def refuse_unknown(given: Iterable[str], allowed: Iterable[str], where: str, hint: str = "") -> None:
-    """Raise ``UnknownSettingError`` for those of ``given`` that are not ``allowed``. ``where`` names the place,
-    ``hint`` says where else to look."""
+    """Raise one UnknownSettingError for all keys of ``given`` that are not ``allowed``.
+
+    ``where``: what has the keys, for the message; ``hint``: where else to look.
+    """
     known = set(allowed)
     more = f" ({hint})" if hint else ""
     unknown = [key for key in given if key not in known]
@@ -81,8 +84,8 @@ def refuse_unknown(given: Iterable[str], allowed: Iterable[str], where: str, hin
 
 
 def all_of(mistakes: Sequence[Exception]) -> Exception:
-    """Combine several mistakes into one error. A single mistake is returned as it is; one that occurs twice is named
-    once."""
+    """Return one error for several mistakes: an UnknownSettingError if all are, else a ValueError. A message that
+    occurs twice is listed once; if there is a single one, the first mistake itself is returned."""
     said = dict.fromkeys(map(str, mistakes))
     if len(said) == 1:
         return mistakes[0]
@@ -95,9 +98,11 @@ def all_of(mistakes: Sequence[Exception]) -> Exception:
 def refuse_unknown_arguments(
     called: Callable[..., Any], given: Collection[str], where: str, beside: Collection[str] = ()
 ) -> list[inspect.Parameter]:
-    """Call ``refuse_unknown`` for arguments that ``called`` does not take; those in ``beside`` are allowed, too.
+    """Raise UnknownSettingError for names in ``given`` that the function or class ``called`` does not take as
+    arguments; those in ``beside`` are allowed, too. ``where``: what has the names, for the message.
 
-    Nothing is refused if it takes any keyword, or has no signature. Returns the parameters that can be given by name.
+    Nothing is refused if ``called`` takes any keyword, or has no signature. Returns its parameters that can be given by
+    name (none without a signature).
     """
     try:
         found = list(inspect.signature(called).parameters.values())
@@ -110,8 +115,8 @@ def refuse_unknown_arguments(
 
 
 def refuse_misfit(called: Callable[..., Any], given: Collection[str], where: str, beside: Collection[str] = ()) -> None:
-    """Do what ``refuse_unknown_arguments`` does, and raise ``ValueError`` for a required argument that is
-    missing, too."""
+    """Raise UnknownSettingError as ``refuse_unknown_arguments`` does, and ValueError for a required argument that is
+    missing."""
     for one in refuse_unknown_arguments(called, given, where, beside):
         if one.default is one.empty and one.name not in (*given, *beside):
             raise ValueError(f"{where} needs `{one.name}`, and has none")
@@ -121,7 +126,8 @@ T = TypeVar("T")
 
 
 def must_be(words: str) -> WrapValidator:
-    """Return a pydantic validator: whatever is wrong with a value, the error says that it must be ``words``."""
+    """Return a pydantic validator that gives a field one message: whatever is wrong with a value, it must be
+    ``words``."""
 
     def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         with suppress(ValidationError):
@@ -132,8 +138,8 @@ def must_be(words: str) -> WrapValidator:
 
 
 def _as_number(value: Any) -> Any:
-    """Read text as a number, such as ``"1e3"``, which ``int`` does not read. Raises ValueError for a switch and for
-    NaN."""
+    """Convert text such as ``"1e3"``, which pydantic does not read as a whole number, to a float; leave digits and
+    other values to pydantic. Raises ValueError for a switch and for NaN."""
     if isinstance(value, str) and not value.strip().lstrip("+-").isdecimal():
         value = float(value)
     if isinstance(value, bool) or value != value:
@@ -142,6 +148,7 @@ def _as_number(value: Any) -> Any:
 
 
 def _or_default(value: Any) -> Any:
+    """Have pydantic take the field's default in place of None."""
     if value is None:
         raise PydanticUseDefault
     return value
@@ -154,6 +161,7 @@ def _finite(value: float) -> float:
 
 
 _READ = BeforeValidator(_as_number)
+# ``Switch`` also reads "true", "on" or 1; ``OnlySwitch`` does not. ``Number`` keeps whole numbers whole, ``Float`` not.
 Switch = Annotated[bool, must_be("true or false")]
 OnlySwitch = Annotated[bool, Field(strict=True), must_be("true or false")]
 Whole = Annotated[int, _READ, must_be("a whole number")]
@@ -167,19 +175,20 @@ Hours = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be(
 Seconds = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a number of seconds > 0")]
 Named = Annotated[str, Field(pattern=":"), must_be("'module:attribute', or a mapping with that as `name`")]
 NULL_IS_DEFAULT = BeforeValidator(_or_default)
+"""Annotation of a field in which null means its default."""
 
-#: Fields that collect further keys. Nobody writes their names, so no message names them.
+#: Names of the fields that collect all other keys (``rest``). A person never writes them, so messages leave them out.
 _COLLECTED: set[str] = set()
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type[T]], type[T]]:
-    """Decorate a class: it becomes a frozen dataclass with checked fields, and refuses unknown keys with the nearest
-    match.
+    """Return a class decorator that makes a frozen dataclass with checked fields. It refuses unknown keys, and its
+    message names the nearest field.
 
     Args:
-        bare: a value that is no mapping is read as ``{bare: value}``.
-        rest: field that collects the keys which are no fields, instead of refusing them.
+        bare: name of a field. A value that is no mapping is read as the mapping ``{bare: value}``.
+        rest: name of a field that collects all unknown keys, as a mapping, instead of refusing them.
     """
     if rest:
         _COLLECTED.add(rest)
@@ -219,18 +228,18 @@ def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type
 
 
 def read(kind: type[T], written: Any, where: str = "") -> T:
-    """Read ``written`` as ``kind``, a class of ``@settings()``. ``where``: its place, for messages
-    (``"evaluation.data"``; empty at the top of a recipe).
+    """Build an instance of ``kind``, a class of ``@settings()``, from a mapping that a person wrote.
 
-    Raises a ``ValueError`` that says what was seen, what is allowed, and which setting it is.
+    ``where``: its place, for messages (``"evaluation.data"``; empty at the top of a recipe). Raises a ValueError that
+    says what was found, what is allowed, and which setting it is.
     """
     with _in_our_words(where, "the recipe"):
         return TypeAdapter(kind).validate_python(written)
 
 
 def from_json(value: Any, where: str) -> Any:
-    """Return a mapping written as JSON, as on command lines; anything else as it is. Raises ``ValueError`` for broken
-    JSON."""
+    """Return the mapping in JSON text, the form in which command lines have it; any other value as it is. Raises
+    ValueError for broken JSON, and for a key that stands twice; ``where``: the setting, for the message."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -249,7 +258,10 @@ def from_json(value: Any, where: str) -> Any:
 
 @contextmanager
 def _in_our_words(where: str, root: str) -> Iterator[None]:
-    """Context that turns what pydantic finds into a ``ValueError``, a sentence each."""
+    """Context that turns pydantic's ValidationError into our error with a sentence for each mistake.
+
+    ``where``: place of what is read (may be empty); ``root``: what messages call it if that is empty.
+    """
     try:
         yield
     except ValidationError as error:
@@ -269,6 +281,7 @@ _FORMS |= {"dataclass_type": "a mapping of settings", "tuple_type": "a list"}
 
 
 def _sentence(found: Any, path: list[str], root: str) -> Exception:
+    """Return our error for one mistake that pydantic ``found`` at ``path``."""
     kind = found["type"]
     place = f"`{'.'.join(path)}`" if path else root
     if kind == "value_error":
@@ -295,13 +308,18 @@ _READERS: dict[type, tuple[TypeAdapter[Any], str]] = {
 
 
 def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") -> dict[str, Any]:
-    """Return ``values`` with numbers and switches in the types that ``kind`` (a dataclass, a class or a function)
-    declares.
+    """Return ``values`` with numbers and switches converted to the types that ``kind`` declares for them.
 
     Text that is a number becomes one (``"1e-3"``); a float becomes whole if a whole number is declared (``1e3``). Names
-    that ``kind`` does not declare, and types that are no numbers, are left as they are. ``where``: the section, for
-    messages. Raises ``ValueError`` for text, a switch or a list where a number is declared, and for a fraction where a
-    whole number is.
+    that ``kind`` does not declare, and values of other types than numbers and switches, are left as they are.
+
+    Args:
+        values: arguments by name.
+        kind: a dataclass, a class or a function with type hints.
+        where: the section, for messages.
+
+    Raises:
+        ValueError: there is text, a switch or a list where a number is declared, or a fraction where a whole number is.
     """
     declared = hints_of(kind)
     prefix = f"{where}." if where else ""
@@ -318,8 +336,8 @@ def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") 
 
 
 def hints_of(kind: Callable[..., Any]) -> dict[str, Any]:
-    """Return name → declared type of a dataclass's fields or a callable's parameters, as far as Python can resolve
-    them."""
+    """Return the declared types, by name, of a dataclass's fields or a callable's parameters, as far as Python can
+    resolve them."""
     plain_class = isinstance(kind, type) and not hasattr(kind, "__dataclass_fields__")
     annotated: Any = kind.__init__ if plain_class else kind  # type: ignore[misc]
     unresolved = (NameError, TypeError, AttributeError)
@@ -334,6 +352,7 @@ def hints_of(kind: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _converted(value: Any, declared: Any, name: str) -> Any:
+    """Return a value (of a list: each entry) in the ``declared`` type, if that is a number or a switch (``typed``)."""
     kinds = _members(declared)
     if value is False and name.endswith("_strategy"):  # YAML 1.1 reads a bare `no` as false
         return "no"
@@ -366,7 +385,7 @@ def _is_enum(kind: Any) -> bool:
 
 
 def _members(declared: Any) -> list[Any]:
-    """Return the members of a union, or a single type alone."""
+    """Return the members of a union; of another type a list of it alone, and of None an empty list."""
     if get_origin(declared) in (Union, types.UnionType):
         return [inner for member in get_args(declared) for inner in _members(member)]
     if declared is None:

@@ -15,8 +15,8 @@ ALIVE_SECONDS = 1.0
 
 
 def in_thread(work: Callable[[], Any], name: str) -> Future[Any]:
-    """Do ``work`` in a daemon thread of its own; return the future of its result or exception. A thread that hangs
-    keeps no other, nor the interpreter from ending."""
+    """Run ``work`` in a daemon thread of its own, and return a future of its result or exception. A thread that hangs
+    delays neither another ``work`` nor the end of the interpreter."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
 
@@ -31,15 +31,15 @@ def in_thread(work: Callable[[], Any], name: str) -> Future[Any]:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """What ``asyncio.to_thread`` uses on an ``OwnLoop``. A pool's own threads are waited for when the interpreter
-    ends."""
+    """An executor that gives each call a daemon thread (``in_thread``); ``asyncio.to_thread`` uses it on an
+    ``OwnLoop``. The interpreter would wait, at its end, for the threads of a ``ThreadPoolExecutor``."""
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         return in_thread(partial(work, *args, **kwargs), "asyncio.to_thread")
 
 
 class OwnLoop:
-    """An event loop in a daemon thread of its own. It goes on whatever its tasks raise."""
+    """An asyncio event loop that runs in a daemon thread of its own until ``end``, whatever its tasks raise."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,17 +49,19 @@ class OwnLoop:
         threading.Thread(target=self._run, daemon=True, name=name).start()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Begin ``work`` on the loop, from any thread."""
+        """Start the coroutine ``work`` on the loop and return a future of its result. Any thread may call this."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def is_blocked(self) -> bool:
-        """Return whether a task keeps the loop from other work. It gets ``ALIVE_SECONDS`` to return."""
+        """Return whether the loop does not come to other work within ``ALIVE_SECONDS``, since one of its tasks blocks.
+        """
         turned: Future[None] = Future()
         self._loop.call_soon_threadsafe(turned.set_result, None)
         return not wait([turned], ALIVE_SECONDS).done
 
     def end(self) -> None:
-        """Cancel all tasks and stop. The loop stays open: a thread that was given up may still answer to it."""
+        """Cancel all tasks and, ``ALIVE_SECONDS`` later, stop the loop. It is not closed, since a thread that hangs may
+        still hand in its result."""
         self._loop.call_soon_threadsafe(self._cancel_all)
 
     def _run(self) -> None:
