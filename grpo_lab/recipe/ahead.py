@@ -1,6 +1,9 @@
 """Assumptions of a plan that looks at a pipeline's stages before the first of them begins.
 
-They are the places that earlier stages will leave, the processes of a stage, and whether the hub is asked.
+A pipeline is checked as a whole before its first stage begins. A later stage may then name a model or file that an
+earlier stage has still to write, so that a check must not complain that it is missing. ``looking_ahead`` sets the
+assumptions about one stage (``Ahead``): the paths that earlier stages will leave, the number of processes, and whether
+this is a dry run. The checks below read them by ``outlook``.
 """
 
 from __future__ import annotations
@@ -23,9 +26,12 @@ class Ahead:
     """Assumptions about one stage that has not begun.
 
     Args:
-        left: places that earlier stages will leave → the model that theirs is made from; None: no model, or not known.
-        processes: on how many the stage will run.
-        here_only: a dry run, which need not reach the hub; a run refuses what it cannot have.
+        left: paths that earlier stages will leave. For a model the value is the section of the model that it will be
+            trained from, which shows its tokenizer and context length; ``None`` for a path that holds no model, or a
+            model of unknown origin.
+        processes: number of processes on which the stage will run.
+        here_only: whether this is a dry run. What only a network or another machine can give is then left unknown;
+            before a run it is an error if it is missing.
     """
 
     left: Mapping[str, ModelSection | None] = field(default_factory=dict)
@@ -34,12 +40,13 @@ class Ahead:
 
 
 _NOTHING = Ahead()
+"""Assumptions outside of a pipeline."""
 _OUTLOOK: ContextVar[Ahead] = ContextVar("_OUTLOOK", default=_NOTHING)
 
 
 @contextmanager
 def looking_ahead(outlook: Ahead) -> Iterator[None]:
-    """Context in which checks assume what ``outlook`` says."""
+    """Context in which the checks below assume what ``outlook`` says."""
     before = _OUTLOOK.set(outlook)
     try:
         yield
@@ -48,12 +55,13 @@ def looking_ahead(outlook: Ahead) -> Iterator[None]:
 
 
 def outlook() -> Ahead:
-    """Return the assumptions in force. Outside of a pipeline nothing is assumed."""
+    """Return the assumptions in force. Outside of a pipeline no path is still to come."""
     return _OUTLOOK.get()
 
 
 def to_come(value: Any) -> bool:
-    """Return whether ``value`` is, or holds, a place that an earlier stage has still to make."""
+    """Return whether ``value`` is a path that an earlier stage has still to write, or a mapping or list that holds one.
+    """
     if isinstance(value, Mapping):
         return any(map(to_come, value.values()))
     if isinstance(value, list | tuple):
@@ -62,10 +70,11 @@ def to_come(value: Any) -> bool:
 
 
 def made_from(section: ModelSection) -> ModelSection | None:
-    """Return a section whose tokenizer and context length are those of the model in ``section``.
+    """Return a section of a model that exists now, with the same tokenizer and context length as that of ``section``.
 
-    It is ``section`` itself, unless an earlier stage has still to make that model: then it is the model that the stage
-    begins with, with the adapter of ``section`` and with its tokenizer, if it names one. None: that is not known.
+    That is ``section`` itself, unless an earlier stage has still to make its model. Then it is the model from which
+    that stage trains, with the ``lora`` of ``section``, and its ``tokenizer`` if that is set. None if that model is not
+    known.
     """
     if not to_come(section.path):
         return section
@@ -76,8 +85,8 @@ def made_from(section: ModelSection) -> ModelSection | None:
 
 
 def check_file(place: str, where: str) -> Path | None:
-    """Return the file at ``place``; None if an earlier stage has still to make it. Raises
-    ValueError if there is none."""
+    """Return the path of the file at ``place``; None if an earlier stage has still to write it. Raises ValueError,
+    which names the setting ``where``, if there is no such file."""
     if to_come(place):
         return None
     if not Path(place).is_file():
@@ -86,8 +95,9 @@ def check_file(place: str, where: str) -> Path | None:
 
 
 def check_whole_model(section: ModelSection, where: str = "model.path") -> None:
-    """Raise ValueError if the section's folder is not there, holds no model, or only an adapter. An adapter cannot be
-    trained further, nor be merged."""
+    """Raise ValueError, which names the setting ``where``, if the section's ``path`` is no folder, holds no model, or
+    only an adapter, which cannot be trained further nor merged. If it is still to come, it must not become an adapter.
+    """
     if section.path is None:
         return
     if not to_come(section.path):
@@ -102,19 +112,20 @@ def check_whole_model(section: ModelSection, where: str = "model.path") -> None:
 
 
 def check_engine(asked: bool, setting: str, here_only: bool = True, kernels: bool = True) -> None:
-    """Raise ValueError if ``setting`` asks for an engine that is not available.
+    """Raise ValueError if an engine is ``asked`` for by ``setting`` and not available.
 
-    A dry run may plan for another machine, and notes that beside its plan (``cli``). ``kernels``: the engine is to run
-    in this process.
+    A dry run (``here_only``) may plan for another machine, and only notes that beside its plan (``cli``). ``kernels``:
+    whether the engine will run in this process.
     """
     if asked and not (here_only and outlook().here_only):
         refuse_without_engine(f"`{setting}`", kernels)
 
 
 def model_here(section: ModelSection, here_only: bool = True) -> tuple[Any, Any] | None:
-    """Return tokenizer and configuration of a model; None if they are not known here.
+    """Return a model's tokenizer and configuration; None if they are not known yet.
 
-    They are not if an earlier stage makes it from an unknown model, nor, in a dry run (``here_only``), for a hub name.
+    They are not known if an earlier stage makes the model from an unknown one, nor, in a dry run (``here_only``), for a
+    hub name.
     """
     origin = made_from(section)
     if origin is None:
@@ -125,8 +136,8 @@ def model_here(section: ModelSection, here_only: bool = True) -> tuple[Any, Any]
 def known_model(
     section: ModelSection, where: str = "model.path", here_only: bool = True, whole: bool = False
 ) -> tuple[Any, Any] | None:
-    """Return `model_here`. Raises ValueError if there is no such model, or it is an adapter where a ``whole`` one is
-    needed."""
+    """Return what `model_here` returns, once the model is checked. Raises ValueError, which names the setting
+    ``where``, if there is no such model or, with ``whole``, if it is an adapter."""
     if whole:
         check_whole_model(section, where)
     elif section.path is not None and not to_come(section.path):

@@ -1,4 +1,8 @@
-"""Objects made from a recipe's sections: rewards, the trainer's class and its arguments."""
+"""Objects made from a recipe's sections: rewards, the trainer's class and its arguments.
+
+``build_reward`` makes one reward of a section; ``trainer_class`` and ``trainer_arguments`` give what a training's
+trainer is called with. ``job.Job.resolve`` calls them.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +47,17 @@ REWARDS = {
     "turn_rewards": "TurnRewards",
     "worked_out": "worked_out",
 }
+"""Name of a reward in recipes → its class or function in ``grpo_lab.rewards``."""
 AROUND = ("flipped", "wrong_label")
-"""Rewards that take another reward as their argument `reward`, written as a recipe writes one."""
+"""Rewards that change another one: it is their argument `reward`, written as rewards are in a recipe."""
 SHAPING = ("soft_overlong", "repetition", "cosine_scaled")  # TRL's, built by ``trainer.trl_bridge.rewards``
 MAX_UNPARSEABLE_GOLDS = 0.01
+"""Largest share of gold answers that a verifier may be unable to use."""
 
 
 def judges_of(section: EvaluationSection) -> dict[str, Any]:
-    """Build ``reward`` and ``measures`` of a recipe's ``evaluation``."""
+    """Build the rewards of a recipe's ``evaluation``. Returns ``{"reward": the reward that says which answers are
+    right, "measures": {name: reward}}``."""
     measures = {name: build_reward(one, f"evaluation.measures.{name}") for name, one in section.measures.items()}
     return {"reward": build_reward(section.reward, "evaluation.reward"), "measures": measures}
 
@@ -59,7 +66,8 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
     """Build the reward that ``section`` names: one of ours or TRL's, ``"module:attribute"`` of a team, or a reward
     model.
 
-    A reward model (a folder, or a hub name ``owner/name``) stays text: TRL loads a sequence classifier from it.
+    A reward model (a folder, or a hub name ``owner/name``) is checked, and its name returned: TRL loads a sequence
+    classifier from it. Raises ValueError, which names the setting ``where``, for an unknown name or wrong arguments.
     """
     if section.weight != 1.0 and where != "rewards":
         raise ValueError(f"`{where}.weight` is {section.weight:g} and has no effect: one reward judges; leave it out")
@@ -94,8 +102,8 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
 
 
 def reach_reward_models(rewards: Iterable[Any]) -> None:
-    """Raise ValueError for a reward model of the hub that cannot be reached from here. TRL loads it later, when its
-    trainer is built."""
+    """Raise ValueError if one of ``rewards`` is a reward model on the hub that cannot be loaded from here. Otherwise it
+    would fail later, when TRL builds its trainer."""
     from transformers import AutoConfig
 
     for name in rewards:
@@ -105,8 +113,8 @@ def reach_reward_models(rewards: Iterable[Any]) -> None:
 
 
 def scoring_nothing(name: str) -> Any:
-    """Make a reward that always gives 0, in place of one that cannot be built yet, under the name that it will have in
-    the log."""
+    """Return a reward that scores every completion 0 and has the name ``name``. A plan uses it in place of a reward
+    that cannot be built yet, or whose model it does not load."""
 
     def score(completions: list[Any], **_: Any) -> list[float]:
         return [0.0] * len(completions)
@@ -116,12 +124,13 @@ def scoring_nothing(name: str) -> Any:
 
 
 def _inside(section: RewardSection, where: str, argument: str = "reward") -> Any:
-    """Build the reward that is an argument of another one."""
+    """Build the reward that is the ``argument`` of another one, whose section is ``section``."""
     return build_reward(read(RewardSection, section.arguments[argument], where), where)
 
 
 def _reward_model(section: RewardSection, where: str) -> str:
-    """Check a reward model by what can be seen without its weights, and return its name: TRL loads it."""
+    """Return the name of a reward model, which TRL will load. Raises ValueError for mistakes that show without its
+    weights: it has arguments, it is to judge answers, there is no such folder, or no model in it."""
     from transformers import AutoConfig
 
     name = section.name
@@ -140,6 +149,11 @@ def _reward_model(section: RewardSection, where: str) -> str:
 
 
 def _built(kind: Any, section: RewardSection | PluginSection, where: str, beside: tuple[str, ...] = ("weight",)) -> Any:
+    """Call the class ``kind`` with the section's arguments, as numbers and switches of the types that it declares.
+
+    ``beside``: keys of the section that are no arguments, for the list of those allowed. Raises ValueError, which names
+    the setting ``where``.
+    """
     refuse_misfit(kind, section.arguments, f"`{where}`: {section.name!r}", beside)
     if to_come(section.arguments):
         return scoring_nothing(vars(kind).get("__name__", kind.__name__))
@@ -150,8 +164,8 @@ def _built(kind: Any, section: RewardSection | PluginSection, where: str, beside
 
 
 def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABLE_GOLDS) -> None:
-    """Check the gold answers with every verifier. Raises ValueError if one cannot use more than the share ``limit`` of
-    them."""
+    """Raise ValueError if a reward that compares with gold answers (column ``solution``) cannot use more than the share
+    ``limit`` of them. A reward of one task is asked about that task's rows."""
     for reward in rewards:
         check = getattr(reward, "check_golds", None)
         if check is None or "solution" not in rows.column_names:
@@ -166,8 +180,8 @@ def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABL
 
 
 def trainer_class(name: str) -> Any:
-    """Return the class that ``trainer:`` names: one of ours, or ``module:Class``. Raises ValueError if it is no
-    ``LabTrainer``."""
+    """Return the class that the recipe's ``trainer`` names: one of ours, or a team's ``module:Class``. Raises
+    ValueError if there is none, or if it is no subclass of ``LabTrainer``."""
     from grpo_lab import LabTrainer
 
     if ":" in name:
@@ -183,7 +197,8 @@ def trainer_class(name: str) -> Any:
 
 
 def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return the trainer's arguments by name, besides model, rewards, rows and configuration."""
+    """Return those arguments of the trainer that are built from the recipe's sections: callbacks, tools, the
+    environment and LoRA. Model, rewards, rows and configuration come from elsewhere."""
     return {
         "callbacks": [_callback(section) for section in recipe.callbacks],
         "tools": tools_of(recipe.tools) or None,
@@ -193,7 +208,7 @@ def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def tools_of(sections: Sequence[PluginSection]) -> list[Any]:
-    """Load the functions that the model may call."""
+    """Load the functions that the model may call. Raises ValueError for a section with arguments."""
     for tool in sections:
         if tool.arguments:
             raise ValueError(f"`tools`: {tool.name!r} is called by the model; it takes no arguments here")
@@ -201,7 +216,8 @@ def tools_of(sections: Sequence[PluginSection]) -> list[Any]:
 
 
 def environment_of(section: PluginSection | None) -> Any:
-    """Load what makes an environment, with its arguments; None without one."""
+    """Load the function or class that makes an environment, bound to the section's arguments; None without a
+    section."""
     if section is None:
         return None
     factory = load_named(section.name, "environment_factory")
@@ -213,7 +229,8 @@ def environment_of(section: PluginSection | None) -> Any:
 
 
 def _callback(section: PluginSection) -> Any:
-    """Return a callback: a class is built with the section's arguments, an object is taken as it is."""
+    """Return a callback. A class is built with the section's arguments, an object is taken as it is. Raises ValueError
+    if it is no ``TrainerCallback``."""
     from transformers import TrainerCallback
 
     found = load_named(section.name, "callbacks")

@@ -1,6 +1,8 @@
 """Checks, before the first stage, of what would stop a training only when its trainer is built or first generates.
 
-Tokens are counted as each stage counts them, by the recipe's own tokenizer. Rows too short to matter are skipped.
+Tokens are counted as each stage counts them, by the recipe's own tokenizer. Rows that are too short to matter are not
+tokenized. In all of these functions ``model`` is a pair, the model's tokenizer and its configuration, or None if they
+are not known yet; rows are None, too, if they are not there yet. Then there is nothing to check.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ from grpo_lab.trainer.supervised.methods import check_rows, check_training, work
 SFT_MAX_LENGTH = 1024
 """TRL's default of ``SFTConfig.max_length``, used where the cold start sets none."""
 FEW = 1000
-"""Number of rows of a cold start that a dry run makes."""
+"""Most rows of a cold start that a dry run generates."""
 GIVEN_TO_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments that TRL passes to every reward, besides the columns of the rows."""
 TAKES_REWARDS = ("_calculate_rewards", "_generate_and_score_completions")
-"""Methods in which a team's trainer may pass further arguments to rewards."""
+"""Methods by which a team's trainer may pass further arguments to rewards."""
 
 
 def evaluation_tokens(section: EvaluationSection, arguments: Mapping[str, Any]) -> int:
-    """Return the new tokens of an evaluation: ``evaluation.max_new_tokens``, else the ``max_completion_length`` in the
-    training's ``arguments``."""
+    """Return the limit of tokens of an evaluation's completion: ``evaluation.max_new_tokens``, else the
+    ``max_completion_length`` in ``arguments``, the training's flat settings. Raises ValueError if that is null."""
     if section.max_new_tokens is not None:
         return section.max_new_tokens
     written = arguments.get("max_completion_length", NEW_TOKENS)
@@ -44,16 +46,19 @@ def evaluation_tokens(section: EvaluationSection, arguments: Mapping[str, Any]) 
 
 
 def check_room(trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, in_turns: bool) -> str | None:
-    """Check that prompts and completions of the training fit in the model's context, and return the context in words.
-
-    Raises ValueError for what the run would refuse at its first generation. The error names the setting, the tokens and
-    the context. The words include a warning if completions may run beyond it. None: the context is not known here.
+    """Check that prompts and completions of a training fit in the model's context.
 
     Args:
-        trainer: its class.
-        model: its tokenizer and configuration.
-        rows: of the training; None if they are not here.
-        in_turns: whether the model may call something.
+        trainer: the trainer's class.
+        config: its configuration.
+        in_turns: whether the model may call tools or an environment, so that prompts are not all that it reads.
+
+    Returns:
+        the context in words, with a warning if a completion may run beyond it; None if the context is not known here.
+
+    Raises:
+        ValueError: the run would fail at its first generation. The message names the setting, the tokens and the
+            context.
     """
     from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_limit
 
@@ -80,17 +85,17 @@ def check_room(trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: A
 
 
 def check_by(evaluation: EvaluationSection, held_out: Any) -> None:
-    """Raise ValueError if ``evaluation.by`` is no column of the held-out rows. ``held_out``: None if they are
-    not here."""
+    """Raise ValueError if ``evaluation.by`` is no column of the held-out rows."""
     if evaluation.by is not None and held_out is not None and evaluation.by not in held_out.column_names:
         there = ", ".join(held_out.column_names)
         raise ValueError(f"`evaluation.by` is {evaluation.by!r}; the columns of `evaluation.data` are {there}")
 
 
 def check_held_out(section: EvaluationSection, otherwise: int, prompts: Sequence[Any], model: tuple[Any, Any]) -> None:
-    """Raise ValueError if no prompt of the held-out rows fits; if some do, the evaluation leaves the others out.
+    """Raise ValueError if not one of the held-out ``prompts`` fits in the context with a completion after it. If some
+    do, the evaluation leaves the others out.
 
-    ``otherwise``: the limit without ``evaluation.max_new_tokens``; ``model``: its tokenizer and configuration.
+    ``otherwise``: the limit of tokens of a completion, if ``section`` has none.
     """
     words, shape = model
     context = context_of_config(shape)
@@ -111,8 +116,8 @@ def check_held_out(section: EvaluationSection, otherwise: int, prompts: Sequence
 def shortest_prompt(
     prompts: Iterable[Any], words: Any, room: int, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int | None:
-    """Return the tokens of the shortest prompt, or of the first that fits into ``room``; None without prompts.
-    ``words``: the tokenizer."""
+    """Return the number of tokens of the shortest prompt; None without prompts. The prompts are tried by their bytes,
+    the shortest first, only until one has at most ``room`` tokens. ``words``: the tokenizer."""
     shortest: int | None = None
     for prompt in sorted(prompts, key=_bytes):
         tokens = len(render_prompt(prompt, words, chat_template_kwargs).ids)
@@ -125,8 +130,8 @@ def shortest_prompt(
 def check_cold_start(
     section: ColdStartSection, rows: Any, model: tuple[Any, Any] | None, chat_template_kwargs: Any
 ) -> None:
-    """Raise ValueError if a prompt and its worked solution, cut at ``cold_start.max_length``, do not fit in the
-    context. ``model``: its tokenizer and configuration. Nothing is checked if rows or model are not here (None)."""
+    """Raise ValueError if a prompt with its worked solution, cut at ``cold_start.max_length``, does not fit in the
+    context."""
     if rows is None or model is None:
         return
     words, shape = model
@@ -144,14 +149,14 @@ def check_cold_start(
 
 
 def cut_to_fit(section: ColdStartSection, context: int | None) -> bool:
-    """Return whether the cold start cuts all rows to the context."""
+    """Return whether the cold start's ``max_length`` cuts all rows to at most ``context`` tokens (None: no limit)."""
     limit = section.arguments.get("max_length", SFT_MAX_LENGTH)
     return context is None or (limit is not None and int(limit) <= context)
 
 
 def _prompts_are_made(trainer: Any, rows: Any) -> bool:
-    """Return whether the model gets something else than the rows' prompts: images, or what a team's own tokenization
-    makes."""
+    """Return whether the column ``prompt`` does not show what the model will read: there are images, no such column, or
+    a team's trainer that tokenizes in its own way."""
     from grpo_lab import LabTrainer
 
     own = trainer._tokenize_prompts is not LabTrainer._tokenize_prompts
@@ -162,15 +167,15 @@ def _prompts_are_made(trainer: Any, rows: Any) -> bool:
 def longest_prompt(
     prompts: Iterable[Any], words: Any, limit: int = 0, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int:
-    """Return the tokens of the longest prompt. Those that cannot exceed ``limit`` are not counted: a token has at least
-    one byte."""
+    """Return the number of tokens of the longest prompt. A prompt that cannot exceed ``limit``, since a token has at
+    least one byte, is not tokenized. ``words``: the tokenizer."""
     return _longest(prompts, limit, _bytes, lambda prompt: render_prompt(prompt, words, chat_template_kwargs))
 
 
 def longest_row(
     rows: Iterable[Mapping[str, Any]], words: Any, limit: int, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int:
-    """Return the tokens of the longest prompt with its completion, as `longest_prompt` counts them."""
+    """Return the number of tokens of the longest prompt with its completion, as `longest_prompt` counts them."""
 
     def rendered(row: Mapping[str, Any]) -> Any:
         if isinstance(row["prompt"], str):
@@ -183,6 +188,10 @@ def longest_row(
 def _longest(
     several: Iterable[Any], limit: int, size: Callable[[Any], int], rendered: Callable[[Any], RenderedPrompt]
 ) -> int:
+    """Return the largest number of tokens of ``several`` rows, tokenizing only those that may exceed ``limit``.
+
+    ``size``: function that counts a row's bytes; ``rendered``: function that renders and tokenizes it.
+    """
     longest, added = 0, None
     for one in several:
         if added is None or size(one) + added > limit:
@@ -193,6 +202,7 @@ def _longest(
 
 
 def _bytes(prompt: Any) -> int:
+    """Return the number of bytes of a text, or of the contents and tool calls of messages."""
     if isinstance(prompt, str):
         texts = [prompt]
     else:
@@ -201,10 +211,10 @@ def _bytes(prompt: Any) -> int:
 
 
 def check_columns(trainer: Any, rows: Dataset, sections: Sequence[RewardSection], rewards: list[Any]) -> None:
-    """Raise ValueError if a reward's parameter without default is no column of the rows, and nothing that TRL gives to
-    every reward. ``sections``: the recipe's, of which ``rewards`` were built.
+    """Raise ValueError if a reward function needs an argument that is no column of the rows, and that TRL does not pass
+    to every reward.
 
-    Not checked with a team's trainer, which may give more.
+    ``sections`` are those that ``rewards`` were built of. A team's trainer that may pass more arguments is not checked.
     """
     from grpo_lab import LabTrainer
 
@@ -223,10 +233,10 @@ def check_columns(trainer: Any, rows: Dataset, sections: Sequence[RewardSection]
 
 
 def check_enough_rows(trainer: Any, config: Any, rows: Dataset) -> None:
-    """Raise ValueError for rows that fill no generation batch: TRL drops what is left over, so no step would be
-    trained.
+    """Raise ValueError if there are fewer rows than the prompts of a generation batch: TRL drops an incomplete batch,
+    so that no step would be trained.
 
-    Not checked with a team's own order of prompts, nor with our samplers, which check it themselves.
+    A team's own order of prompts is not checked, nor are our samplers, which check it themselves.
     """
     from grpo_lab import LabTrainer
 
@@ -243,11 +253,15 @@ def check_enough_rows(trainer: Any, config: Any, rows: Dataset) -> None:
 
 
 def check_turns(turns: str | None, rollout: RolloutSettings, several: dict[str, Any]) -> None:
-    """Raise ValueError for ``turns``, the setting by which completions are made in turns (None: they are not), if
-    something else does not allow turns.
+    """Raise ValueError if completions are made in turns, and a setting needs completions of one turn, or the prompts
+    are no conversations.
 
-    That is a setting that needs completions in one turn, or rows (``several``, by section) that are no conversations.
-    The trainer checks it, too, but only when it is built: after a cold start, and beside its engine.
+    The trainer checks this, too, but only when it is built: after the cold start, and after its engine has started.
+
+    Args:
+        turns: the setting by which completions are made in turns; None if they are not.
+        rollout: the settings that may need one turn.
+        several: rows, by the name of their section.
     """
     budget = None
     if rollout.thinking_budget is not None and rollout.turns is None:
@@ -262,7 +276,8 @@ def check_turns(turns: str | None, rollout: RolloutSettings, several: dict[str, 
 
 
 def check_trackers(names: Any, where: str = "report_to") -> None:
-    """Raise ValueError for a tracker that is unknown or not installed, before the trainer is built."""
+    """Raise ValueError if a tracker (one name, or a list of names) is unknown, not installed or not logged in.
+    ``where``: the setting that names it."""
     from transformers.integrations import integration_utils
 
     here = {*integration_utils.get_available_reporting_integrations(), "none", "all", "flyte"}
@@ -277,7 +292,7 @@ def check_trackers(names: Any, where: str = "report_to") -> None:
 
 
 def _check_wandb(where: str) -> None:
-    """Raise ValueError if wandb would ask for a key in the middle of a run, or end it."""
+    """Raise ValueError if wandb has no key for its server: it would ask for one in the middle of a run, or end it."""
     import wandb
 
     try:
@@ -296,10 +311,10 @@ def _check_wandb(where: str) -> None:
 def cold_start_rows(
     section: ColdStartSection, model: tuple[Any, Any] | None, here_only: bool, where: str = "cold_start.data"
 ) -> Any:
-    """Return the rows of a cold start, and check its settings.
+    """Check the settings of a cold start, and return its rows. Raises ValueError for a mistake in either.
 
-    ``model`` holds the tokenizer and the configuration, if they are known. ``where`` is the setting that names the
-    rows. With ``here_only`` (a dry run) nothing is downloaded, and only ``FEW`` rows are generated if all are alike.
+    ``where`` is the setting that names the rows. In a dry run (``here_only``) rows may be None (``rows_here``), and of
+    generated rows at most ``FEW`` are made, unless a longer one further on might not fit in the context.
     """
     settings = check_training("sft", section.arguments, "cold_start")
     check_trackers(settings.get("report_to"), "cold_start.report_to")
@@ -318,7 +333,7 @@ def cold_start_rows(
 
 
 def no_room(completion: int, context: int) -> ValueError:
-    """Make the error for rows of which no prompt leaves room for a completion."""
+    """Return the error for rows of which no prompt leaves room for ``completion`` tokens in a ``context`` of tokens."""
     return ValueError(
         f"no prompt of `data` leaves room for max_completion_length={completion} tokens in the model's context of "
         f"{context}; lower `--max_completion_length`"

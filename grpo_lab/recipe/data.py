@@ -1,5 +1,9 @@
 """Loading the rows of a recipe's ``data`` section, by one of our loaders or a team's function
-``"module:attribute"``."""
+``"module:attribute"``.
+
+A run calls ``load_rows``. A plan calls ``rows_here``, which gives up on rows that cannot be had yet, and inside
+``asking_the_hub_once`` reads no data set twice.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +29,22 @@ if TYPE_CHECKING:
 READ = {"file": "accuracy", "gsm8k": "accuracy", "math": "accuracy", "humaneval": "code", "mbpp": "code"}
 MADE = {"word_problems": "accuracy", "coding_tasks": "code", "proofs": "proof"}
 MADE |= {"countdown": "countdown", "sorting": "sorting"}
-"""Loaders that read their rows, and that make them → the reward that judges them."""
+"""Our loaders, those that read files or the hub (``READ``) and those that generate rows (``MADE``), each with the
+reward that judges answers to its rows."""
 LOADERS = {**{name: f"load_{name}" for name in READ}, **{name: name for name in MADE}}
+"""Name of a loader in recipes → its function in ``grpo_lab.data``."""
 BESIDE = ("loader", "template", "limit")
 """Keys of a section that are not arguments of its loader."""
 OF_MIXTURE = ("data", "evaluation.data")
-"""Sections that a recipe's ``mixture`` is written out to: errors name a task's data as it is written there."""
+"""Sections that come from a recipe's ``mixture``, so that an error about a task's data names ``mixture.TASK.data``."""
 
 
 def load_rows(section: DataSection, where: str = "data") -> Dataset:
-    """Load the rows that ``section`` describes. Raises a ``ValueError`` that names the setting."""
+    """Load the rows that ``section`` describes; they have the column ``prompt``.
+
+    Raises ValueError, which names the setting ``where``, for an unknown loader, wrong arguments, or rows that cannot be
+    loaded. A team's loader may raise any error: its file and line are named.
+    """
     load, place = _loader_with_arguments(section, where)
     parameters = inspect.signature(load).parameters
     takes = "template" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -62,8 +72,8 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
 
 
 def _loader_with_arguments(section: DataSection, where: str) -> tuple[Callable[..., Any], str]:
-    """Return the function that loads the rows, and its name for messages. Raises ValueError for arguments that it does
-    not take, or lacks."""
+    """Return the function that loads the rows, and how messages call it. Raises ValueError if the section has an
+    argument that the function does not take, or lacks one that it needs."""
     load = loader_of(section.loader, f"{where}.loader")
     place = f"`{where}` (loader {section.loader!r})"
     refuse_misfit(load, section.arguments, place, BESIDE)
@@ -71,7 +81,8 @@ def _loader_with_arguments(section: DataSection, where: str) -> tuple[Callable[.
 
 
 def loader_of(name: str, where: str) -> Callable[..., Any]:
-    """Return the function that loads the rows. Raises a ValueError that names ``where`` for an unknown loader."""
+    """Return the function of the loader ``name``. Raises ValueError, which names the setting ``where``, if there is
+    none."""
     if name == LOADER:
         return mixture
     if ":" in name:
@@ -84,13 +95,16 @@ def loader_of(name: str, where: str) -> Callable[..., Any]:
 
 
 def mixture(template: str = "chat", **tasks: Any) -> Dataset:
-    """Load the rows of several tasks, ``{name: data section}``, and join them. ``template``: of a section without its
-    own."""
+    """Load the rows of several tasks and join them (``mixture.joined``).
+
+    ``tasks``: name → a ``data`` section. ``template``: the prompt template of a section that names none.
+    """
     return _tasks_of("mixture.{}.data", template, **tasks)
 
 
 def _tasks_of(places: str, /, template: str, **tasks: Any) -> Dataset:
-    """Load the rows of several tasks; ``places`` with a task's name in it is the setting that errors name."""
+    """Load the rows of several tasks and join them. ``places`` is a format string that, given a task's name, becomes
+    the setting that errors name."""
     parts = {}
     for name, one in tasks.items():
         where = places.format(name)
@@ -107,8 +121,12 @@ def where_raised(error: BaseException) -> str:
 
 
 def _with_prompts(found: Any, section: DataSection, own_template: bool, place: str) -> Dataset:
-    """Check what a team's loader gave, and return it with prompts: its own, or made of ``question`` by the recipe's
-    template."""
+    """Return the rows of a team's loader with prompts: their own or, without a column ``prompt``, those that the
+    recipe's template makes of ``question``.
+
+    ``own_template``: whether the loader took the template. Raises ValueError for anything but rows, for no rows, for
+    rows without either column, and for a template that would have no effect.
+    """
     from datasets import Dataset
 
     from grpo_lab.data.prompts import find_template
@@ -131,12 +149,13 @@ def _with_prompts(found: Any, section: DataSection, own_template: bool, place: s
 
 
 def loader_signature(name: str, where: str = "data.loader") -> inspect.Signature:
-    """Return the signature of the loader ``name``. Raises a ValueError that names ``where`` for an unknown loader."""
+    """Return the signature of the loader ``name``. Raises ValueError, which names the setting ``where``, if there is
+    none."""
     return inspect.signature(loader_of(name, where))
 
 
 def loader_arguments() -> dict[str, list[str]]:
-    """Return argument → those of our loaders that take it."""
+    """Return the names of all arguments of our loaders, each with the loaders that take it."""
     found: dict[str, list[str]] = {}
     for loader in LOADERS:
         for name in loader_signature(loader).parameters:
@@ -145,18 +164,21 @@ def loader_arguments() -> dict[str, list[str]]:
 
 
 def every_argument(section: DataSection) -> dict[str, Any]:
-    """Return the section's arguments and, for those it leaves out, the loader's defaults; without `template`."""
+    """Return the arguments that the section's loader gets: the section's own and, for those it leaves out, the
+    defaults; without ``template``."""
     parameters = loader_signature(section.loader).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.name != "template" and p.default is not p.empty}
     return {**defaults, **section.arguments}
 
 
 _ASKED_ONCE: ContextVar[dict[str, Any] | None] = ContextVar("_ASKED_ONCE", default=None)
+"""Rows that were loaded inside ``asking_the_hub_once``, by their section as text; None outside of it."""
 
 
 @contextmanager
 def asking_the_hub_once() -> Iterator[None]:
-    """Context in which rows are read once, and a hub that cannot be reached (23 s of retries) is not asked again."""
+    """Context in which ``rows_here`` reads each section's rows once, and a hub that could not be reached (23 s of
+    retries) is not asked again."""
     from datasets import config
 
     offline = config.HF_HUB_OFFLINE
@@ -169,7 +191,8 @@ def asking_the_hub_once() -> Iterator[None]:
 
 
 def not_asked_again(error: Exception) -> None:
-    """Inside `asking_the_hub_once`, go offline for the rest if ``error`` says that the hub cannot be reached."""
+    """Switch the ``datasets`` library to offline for the rest of `asking_the_hub_once`, if ``error`` says that the hub
+    cannot be reached. Outside of that context do nothing."""
     from datasets import config
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -178,8 +201,8 @@ def not_asked_again(error: Exception) -> None:
 
 
 def rows_here(section: DataSection, where: str) -> Any:
-    """Load the rows for a plan. None if an earlier stage has still to write them or, in a dry run, if they are on a hub
-    that cannot be reached from here."""
+    """Load the rows for a plan. Return None if an earlier stage has still to write them or, in a dry run, if they are
+    on the hub and it cannot be reached. Other errors are those of ``load_rows``."""
     from datasets.exceptions import DatasetsError
 
     read = _ASKED_ONCE.get()
@@ -204,4 +227,5 @@ def rows_here(section: DataSection, where: str) -> Any:
 
 
 def _caused_by(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+    """Return whether ``error``, or an error that it was raised from, is of one of ``kinds``."""
     return error is not None and (isinstance(error, kinds) or _caused_by(error.__cause__, *kinds))

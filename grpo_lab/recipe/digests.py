@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 Seen = dict[str, list[Any]]
-"""File → its size, its modification time in nanoseconds, its digest."""
+"""File → its size in bytes, its modification time in nanoseconds, its digest. JSON can hold it."""
 KNOWN: dict[str, tuple[int, int, str]] = {}
+"""The same, by absolute path, for each file whose digest this process knows."""
 _A_TICK = 50_000_000
-"""Nanoseconds within which a file system may give two changes the same time."""
+"""Nanoseconds within which a file system may give two changes the same time. The digest of a file that changed so
+recently is not remembered."""
 
 
 def file_digest(file: Path) -> str:
@@ -32,8 +34,8 @@ def file_digest(file: Path) -> str:
 
 
 def seen(files: Iterable[Path], folder: Path | None = None) -> Seen:
-    """Return size, modification time and digest of each of ``files``, by its path in ``folder``; without one by its
-    absolute path."""
+    """Return size, modification time and digest of each file. Names are paths within ``folder``; without a folder they
+    are absolute paths."""
     found: Seen = {}
     for file in files:
         stat = file.stat()
@@ -46,13 +48,15 @@ def seen(files: Iterable[Path], folder: Path | None = None) -> Seen:
 
 
 def remember(files: Mapping[str, Any], folder: Path = Path()) -> None:
-    """Remember what ``seen`` returned, so that unchanged files are not read again. Malformed entries are skipped."""
+    """Take over what ``seen`` returned in an earlier process, so that unchanged files are not read again. Malformed
+    entries are skipped."""
     for name, one in files.items():
         if isinstance(one, list) and len(one) == 3:
             KNOWN.setdefault(os.path.abspath(folder / name), (one[0], one[1], str(one[2])))
 
 
 def is_as_seen(file: Path, then: Any) -> bool:
-    """Return whether ``file``, which must exist, has the content for which ``seen`` returned ``then``."""
+    """Return whether ``file``, which must exist, still has the content that it had when ``seen`` returned ``then`` for
+    it."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns] == then[:2] or (stat.st_size == then[0] and file_digest(file) == then[2])

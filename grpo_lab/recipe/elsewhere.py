@@ -1,4 +1,8 @@
-"""Settings of TRL's scripts and of open-r1 → what is written here instead, in a recipe and in a supervised training."""
+"""Settings of TRL's scripts and of open-r1 → what is written here instead, in a recipe and in a supervised training.
+
+Whoever comes from there is told the new word, and not only that the old one is unknown. ``TELLING`` does the same for a
+recipe that is handed to another command of ours.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ RECIPE = {
     "system_prompt": "`data: {template: …}`",
     "chat_template": "a tokenizer's folder that holds it, `model: {tokenizer: …}`",
 }
-"""Foreign setting → what a recipe of `grpo-lab train` has in its place."""
+"""Foreign setting → what to write in its place in a recipe of `grpo-lab train`."""
 
 SAVED = {
     **RECIPE,
@@ -36,7 +40,7 @@ SAVED = {
     **dict.fromkeys(("torch_dtype", "dtype", "attn_implementation"), "nothing: a model is loaded as it was saved"),
     **dict.fromkeys((*_BITS, "use_peft", *_LORA), "nothing: whole weights are asked, and trained"),
 }
-"""The same for recipes of the commands that take a saved model."""
+"""Foreign setting → what to write in its place in a recipe of the other commands, which take a saved model."""
 
 SUPERVISED = {
     **SAVED,
@@ -48,14 +52,15 @@ SUPERVISED = {
     "system_prompt": "a message of the rows, or `data: {template: …}`",
     "chat_template": "a tokenizer's folder that holds it, beside the model",
 }
-"""The same for a stage of a pipeline, and for the settings of a supervised training."""
+"""Foreign setting → what to write in its place in a stage of a pipeline, or among the settings of a supervised
+training."""
 
 
 def refuse_words_from_elsewhere(
     written: Iterable[str], where: str = "the recipe", words: Mapping[str, str] = RECIPE
 ) -> None:
-    """Raise one ValueError for all settings of another framework, with what is written here instead. ``where``: where
-    they were found."""
+    """Raise one UnknownSettingError for all keys of ``written`` that are settings of another framework, with what to
+    write instead. ``where``: what has the keys, for the message; ``words``: one of the tables above."""
     if found := [f"{key!r} is {words[key]}" for key in written if key in words]:
         raise UnknownSettingError(
             f"{where} has words of another framework; here {'; '.join(found)} (docs/coming_from_trl.md)"
@@ -71,4 +76,4 @@ TELLING = {
     **dict.fromkeys(("shortest_sft", "merge"), "long2short"),
     "mixture": "train",
 }
-"""Section, or value of ``method`` → the only command whose recipes have it."""
+"""Key of a recipe, or value of its ``method`` → the only command whose recipes have it."""

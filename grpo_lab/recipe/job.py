@@ -1,6 +1,9 @@
 """Resolving a recipe: its settings are read, and everything that it names is loaded, built and checked.
 
-The run and its dry run both do it here: what one refuses before its first step, the other refuses in the same words.
+A run and its dry run both do it here, so that both refuse the same mistakes in the same words. For a training:
+``numbers_read`` converts the flat settings, ``lab_config`` makes a ``LabConfig`` of them, and ``Job.resolve`` loads and
+checks everything else. The other commands sample a saved model: ``questions`` loads their rows and rewards, and
+``check_model`` checks the model.
 """
 
 from __future__ import annotations
@@ -35,19 +38,30 @@ NOT_OF_THIS_MACHINE: dict[str, Any] = dict.fromkeys(("tf32", "fsdp", "fsdp_confi
     ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile", "use_liger_kernel", "dataloader_pin_memory"),
     False,
 )
-"""Settings that a dry run leaves out, since only the run's own machine can have them: number formats of a GPU,
-sharding, kernels."""
+"""Settings that only the run's own machine may allow (number formats of a GPU, sharding, kernels), with the values that
+a dry run replaces them by."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a training is made of. In a dry run rows that cannot be had yet are None (`rows_here`).
+    """Everything that a training is made of, loaded and checked.
 
     Attributes:
-        trainer: the class; ``reward_sections``: the recipe's names and weights of ``rewards``.
-        arguments: of the trainer, by name: callbacks, tools, ``environment_factory``, ``peft_config``.
-        evaluation: the section, its limit of tokens filled in.
-        room: the model's context in words; None if it is not known here.
+        name: the recipe's name.
+        folder: its output folder.
+        trainer: the trainer's class.
+        config: the trainer's configuration.
+        model: the model's section; its weights are not loaded.
+        reward_sections: the recipe's ``rewards``: names, weights and arguments.
+        rewards: the rewards built from them.
+        arguments: further arguments of the trainer, by name (``build.trainer_arguments``).
+        rows: rows to train on. In a dry run these and the other rows are None if they cannot be had yet (`rows_here`).
+        eval_rows: rows of ``eval_dataset``, on which TRL evaluates; None without that section.
+        evaluation: the section of the evaluation before and after training, with its limit of tokens filled in.
+        held_out: its rows.
+        cold_start: the section of the supervised training before RL.
+        cold_rows: its rows; None if there is no cold start, or it is done already.
+        room: the model's context length in words; None if it is not known here.
         facts: what ``run.json`` says of the recipe.
     """
 
@@ -70,11 +84,12 @@ class Job:
 
     @classmethod
     def resolve(cls, recipe: Recipe, config: LabConfig, here_only: bool = False, cold_start: bool = True) -> Job:
-        """Load and check all that ``recipe`` names, its numbers read. Raises ValueError for what does not fit.
+        """Load and check everything that ``recipe`` names. Raises ValueError for what is missing or does not fit.
 
         Args:
-            config: its flat settings.
-            here_only: a dry run, which may have no network and is to be quick.
+            recipe: the recipe, after ``numbers_read``.
+            config: its flat settings (``lab_config``).
+            here_only: whether this is a dry run, which may have no network and should be quick.
             cold_start: whether the cold start is still to be made.
         """
         check_engine(config.use_vllm, "use_vllm", here_only, kernels=config.vllm_mode != "server")
@@ -138,11 +153,17 @@ def _evaluation(
     model: tuple[Any, Any] | None,
     load: Callable[[DataSection, str], Any],
 ) -> tuple[EvaluationSection | None, Any]:
-    """Return the evaluation of a training, and its rows.
+    """Return the section of a training's evaluation, completed, and its rows; two None without a section.
 
-    Its limit of tokens is filled in from the training's ``arguments``, and its prompts are rendered as in the training.
-    Raises ValueError for what cannot be loaded or judged, and for rows that do not fit in the context of ``model``
-    (tokenizer and configuration; None: not known).
+    The section's limit of tokens is filled in from ``arguments``, the training's flat settings, and its prompts are
+    rendered as in the training (``config``).
+
+    Args:
+        model: its tokenizer and configuration; None if they are not known.
+        load: function that loads the rows of a section.
+
+    Raises:
+        ValueError: the rows cannot be loaded or judged, or none of them fits in the model's context.
     """
     if section is None:
         return None, None
@@ -157,7 +178,7 @@ def _evaluation(
 
 
 def _asks(evaluation: EvaluationSection | None) -> bool:
-    """Return whether the evaluation is to be made with vLLM."""
+    """Return whether there is an evaluation that asks for vLLM."""
     return evaluation is not None and evaluation.use_vllm is True
 
 
@@ -175,8 +196,11 @@ def facts_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def lab_config(recipe: Recipe, **more: Any) -> Any:
-    """Return the recipe's flat settings as ``LabConfig``, with its output folder and reward weights. ``more`` replaces
-    settings, as in a dry run, which has no GPU."""
+    """Return a ``LabConfig`` of the recipe's flat settings, its output folder and the weights of its rewards. ``more``
+    are settings that replace the recipe's, as in a dry run without a GPU.
+
+    Raises ValueError for settings that contradict each other, such as two weights of one reward.
+    """
     asked = recipe.arguments
     for one, other in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
         if asked.get(one) and asked.get(other):
@@ -198,8 +222,8 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 
 
 def numbers_read(recipe: Recipe) -> Recipe:
-    """Return ``recipe`` with every flat setting in the type that ``LabConfig`` declares. Nested mappings are left to
-    ``LabConfig``."""
+    """Return ``recipe`` with its flat settings converted to the types that ``LabConfig`` declares. Nested mappings are
+    left to ``LabConfig``. Raises ValueError for an unknown setting, and for one that is not of its type."""
     from grpo_lab.trainer.settings.limits import EARLIER
     from grpo_lab.trainer.settings.parse import LabSettings
 
@@ -228,8 +252,13 @@ def _check_eval(rows: DataSection | None, settings: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows, the reward that judges the answers, and held-out rows. None: there are none, or a dry run cannot have them
-    yet."""
+    """What a saved model is asked, and how its answers are judged.
+
+    Attributes:
+        rows: the questions; None if there are none, or a dry run cannot have them yet.
+        reward: the reward that judges the answers.
+        held_out: rows of the evaluation; None as for ``rows``.
+    """
 
     rows: Any
     reward: Any
@@ -242,9 +271,16 @@ def questions(
     evaluation: EvaluationSection | None = None,
     here_only: bool = False,
 ) -> Questions:
-    """Load the rows and build the rewards that sections name. Raises ValueError for what cannot be loaded or judged.
+    """Load the rows, and build the rewards, of a command that samples a saved model.
 
-    ``here_only``: a dry run, which may have no network.
+    Args:
+        data: section of the rows; None if they come from elsewhere.
+        reward: section of the reward that judges answers.
+        evaluation: section of the evaluation on held-out rows.
+        here_only: whether this is a dry run, which may have no network.
+
+    Raises:
+        ValueError: rows or rewards cannot be loaded, there are no rows, or gold answers are unusable.
     """
     check_engine(_asks(evaluation), "evaluation.use_vllm", here_only)
     load = rows_here if here_only else load_rows
@@ -274,8 +310,19 @@ def check_model(
 ) -> tuple[Any, Any] | None:
     """Check a model that is to be sampled, and return its tokenizer and configuration.
 
-    None if a dry run (``here_only``) does not know them. Raises ValueError if there is no such model or engine, or no
-    prompt leaves room for a completion in its context.
+    Args:
+        asked: rows whose prompts must fit.
+        model: the model's section.
+        sampling: engine, limit of tokens and chat template.
+        evaluation: section to which the held-out rows belong.
+        here_only: whether this is a dry run.
+        where: the setting that names the model, for messages.
+
+    Returns:
+        tokenizer and configuration; None if a dry run does not know them.
+
+    Raises:
+        ValueError: there is no such model or engine, or no prompt leaves room for a completion in the context.
     """
     EngineOptions.from_mapping(sampling.engine)
     check_engine(sampling.use_vllm, "use_vllm", here_only)

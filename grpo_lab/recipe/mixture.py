@@ -1,8 +1,8 @@
 """``mixture`` of a recipe: several data sets, each with its rewards, its weight and, if wanted, its own objective.
 
-It is short for what a recipe can say without it: ``data`` with the loader ``mixture``, which joins the rows and writes
-each row's task into the column ``task``; rewards with ``for_task``; the setting ``tasks``; and an ``evaluation`` by
-task.
+It is short for what a recipe can also say without it. ``without_mixture`` writes it out to four keys: ``data`` with the
+loader ``mixture``, which joins the rows and writes each row's task into the column ``task``; ``rewards``, each with
+``for_task``; the setting ``tasks``; and an ``evaluation`` by task.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 LOADER = "mixture"
+"""Name of the loader that joins the rows of several tasks."""
 BY_TASK = "by_task"
 """Name of the reward that judges each row by its task's reward."""
 OF_TRAINING = ("weight", "objective", "advantage", "loss_weight", "denominators")
-"""Keys of a task that become one of ``tasks`` (``TaskSettings``, which checks them)."""
+"""Keys of a task in ``mixture`` that are copied to its entry in ``tasks`` (``TaskSettings``, which checks them)."""
 
 
 def without_mixture(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's mapping with ``mixture``, whose tasks are read (``TaskSection``), written out; unchanged if it
-    has none.
+    """Return a copy of a recipe's mapping in which ``mixture`` is replaced by what it stands for: ``data``,
+    ``rewards``, ``tasks`` and, if its tasks have held-out rows, ``evaluation``. Without ``mixture`` nothing is
+    replaced.
 
-    Raises ValueError for ``data``, ``rewards`` or ``tasks`` beside it, and for held-out rows of some tasks only.
+    Each task must be a valid ``TaskSection``. Raises ValueError for ``data``, ``rewards`` or ``tasks`` beside
+    ``mixture``, and for held-out rows of some tasks only.
     """
     if "mixture" not in written:
         return dict(written)
@@ -50,8 +53,8 @@ def without_mixture(written: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def in_its_words(data: Any) -> Iterator[None]:
-    """Inside the block, an error that names a setting of ``tasks`` names it as a recipe with ``mixture`` writes it.
-    ``data``: the recipe's section."""
+    """Context that renames settings in a ValueError: ``tasks.…`` becomes ``mixture.…``, as the recipe has it. Nothing
+    is renamed unless ``data``, the recipe's section, comes from a ``mixture``."""
     try:
         yield
     except ValueError as error:
@@ -61,7 +64,11 @@ def in_its_words(data: Any) -> Iterator[None]:
 
 
 def _evaluation(given: Mapping[str, Any], beside: Any) -> dict[str, Any]:
-    """Return the recipe's ``evaluation`` by task, if the tasks name held-out rows."""
+    """Return ``{"evaluation": …}`` with the held-out rows and rewards of all tasks; an empty dict if no task has any.
+
+    ``given``: the tasks; ``beside``: the recipe's own ``evaluation``, whose other keys are kept. Raises ValueError if
+    only some tasks have held-out rows, or ``evaluation`` itself sets ``data``, ``reward`` or ``by``.
+    """
     held_out = {str(name): task["evaluation"] for name, task in given.items() if task.get("evaluation") is not None}
     if not held_out:
         return {}
@@ -80,16 +87,18 @@ def _evaluation(given: Mapping[str, Any], beside: Any) -> dict[str, Any]:
 
 
 def _as_mapping(reward: Any) -> dict[str, Any]:
+    """Return a reward of a recipe as a mapping, also if it is a bare name."""
     return dict(reward) if isinstance(reward, Mapping) else {"name": reward}
 
 
 def _judge(reward: Any) -> dict[str, Any]:
+    """Return a reward as one that judges answers, which has no weight."""
     return {key: value for key, value in _as_mapping(reward).items() if key != "weight"}
 
 
 def joined(parts: Mapping[str, Dataset]) -> Dataset:
-    """Return the rows of all tasks, one task after the other, with the name of each row's task in the column ``task``.
-    A column that a task lacks is None in its rows.
+    """Return the rows of all tasks (``parts``: name → rows), one task after the other, with the name of each row's task
+    in the column ``task``. A column that a task lacks is None in its rows.
 
     Raises ValueError if two tasks have a column of one name and different types.
     """

@@ -1,7 +1,8 @@
 """The model that a recipe names, by folder or hub name: checks of its folder, loading it, and a digest of its files.
 
-Weights alone do not identify a model: with another chat template, tokenizer or `generation_config.json` it writes other
-completions (one pass rate went from 12.5% to 60.6% by the template).
+``model_files`` gives the digests by which a run knows whether a model has changed. They are not of weights alone: with
+another chat template, tokenizer or `generation_config.json` a model writes other completions (one pass rate went from
+12.5% to 60.6% by the template).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _SETTINGS = (
     "*.safetensors.index.json",
 )
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+"""Files that match ``_WEIGHTS`` and hold none."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -54,12 +56,14 @@ TOKENIZER_FILES = (
 )
 """A folder that a tokenizer was saved to holds at least one of these files."""
 _WRITTEN_BY_THE_SAVING = ("transformers_version", "_name_or_path", "peft_version")
+"""Fields of a model's JSON files that only say by which release, or from where, it was saved."""
 
 
 def model_files(model: str) -> dict[str, str]:
-    """Return file name → digest of its content, for a folder or a hub name in the cache; `{}` if there is none.
+    """Return the names of a model's files with the digests of their contents: 16 hexadecimal digits of a SHA-256.
 
-    An adapter's include those of its base model (`base: …`). Fields that only say who saved a file are not counted.
+    ``model`` is a folder, or a hub name that is in the cache; `{}` if it is neither. For an adapter the files of its
+    base model are added, with names `base: …`. Fields that only say who saved a file do not count.
     """
     if not (folder := Path(model)).is_dir():
         from transformers.utils import cached_file
@@ -88,6 +92,7 @@ def files_of_model(folder: Path) -> list[Path]:
 
 
 def _digest(file: Path) -> str:
+    """Return the digest of a file of a model, for its main JSON files without ``_WRITTEN_BY_THE_SAVING``."""
     if file.name in ("config.json", "generation_config.json", "adapter_config.json") and (settings := _said_in(file)):
         kept = {name: value for name, value in settings.items() if name not in _WRITTEN_BY_THE_SAVING}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
@@ -95,8 +100,7 @@ def _digest(file: Path) -> str:
 
 
 def _said_in(file: Path) -> dict[str, Any]:
-    """Return the settings in a JSON file; none if it is broken, since loading it raises an error with the
-    model's name."""
+    """Return the settings in a JSON file; `{}` if it is broken: loading the model will raise an error that names it."""
     try:
         return read_record(file)
     except ValueError:
@@ -109,8 +113,8 @@ def holds_tokenizer(folder: str) -> bool:
 
 
 def refuse_no_tokenizer(model: str) -> None:
-    """Raise ``ValueError`` for a folder with a model and no tokenizer. A folder without a model is reported when it is
-    loaded."""
+    """Raise ValueError for a folder that holds a model and no tokenizer. For a folder without a model nothing is
+    raised: to load it is an error of its own."""
     if (Path(model) / "config.json").is_file() and not holds_tokenizer(model):
         raise ValueError(
             f"{model!r} holds a model and no tokenizer (tokenizer.json, tokenizer_config.json, …); save one there "
@@ -120,7 +124,8 @@ def refuse_no_tokenizer(model: str) -> None:
 
 
 def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
-    """Return model and tokenizer. A tiny model is built from config; a path is loaded by transformers."""
+    """Return the section's model and tokenizer. ``tiny`` builds a random model with ``seed``, a path is loaded by
+    transformers. Raises ValueError for unknown settings of ``tiny``, and for a model that cannot be loaded."""
     if section.tiny is not None:
         from grpo_lab.testing import tiny_model
 
@@ -135,10 +140,10 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
 
 
 def model_class(path: str, **how: Any) -> tuple[Any, Any]:
-    """Return transformers' class for the saved model at ``path``, and its config.
+    """Return the class of transformers that loads the saved model at ``path``, and the model's configuration.
 
-    The class is that of a language model, or of one that also takes images. ``how`` is passed to the loading of the
-    config.
+    The class is ``AutoModelForCausalLM`` or, for a model that also takes images, ``AutoModelForImageTextToText``.
+    ``how`` are arguments of ``AutoConfig.from_pretrained``. Raises ValueError for a model that writes no text.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -150,7 +155,7 @@ def model_class(path: str, **how: Any) -> tuple[Any, Any]:
 
 
 def load_tokenizer(section: ModelSection) -> Any:
-    """Load the section's own tokenizer, or the model's."""
+    """Load the tokenizer that the section names, else the model's. Raises ValueError if there is none."""
     from transformers import AutoTokenizer
 
     place = str(section.tokenizer or section.path)
@@ -161,8 +166,8 @@ def load_tokenizer(section: ModelSection) -> Any:
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Context that turns errors of loading a model that is not there, or whose files are broken, into a ``ValueError``
-    of one line."""
+    """Context for loading ``model``, a folder or hub name. Whatever error a missing model or a broken file raises
+    becomes a ValueError of one line that names the model."""
     try:
         _reach(model)
         yield
@@ -179,7 +184,7 @@ def loading(model: str) -> Iterator[None]:
 
 
 def _reach(model: str) -> None:
-    """Raise ConnectionError if ``model`` is on a hub that cannot be reached, and not in the cache."""
+    """Raise ConnectionError if ``model`` is a hub name that is not in the cache, and the hub cannot be reached."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if is_local(model) or constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(model, "config.json"), str):
@@ -188,8 +193,8 @@ def _reach(model: str) -> None:
 
 
 def lora_config(section: ModelSection) -> Any:
-    """Return ``peft.LoraConfig`` of the section; None if all weights are trained. Raises ValueError for a key that it
-    does not have."""
+    """Return the ``peft.LoraConfig`` that the section's ``lora`` describes; None if all weights are trained. Raises
+    ValueError for an unknown key."""
     if section.lora is None:
         return None
     from peft import LoraConfig
@@ -199,10 +204,19 @@ def lora_config(section: ModelSection) -> Any:
 
 
 def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) -> tuple[Any, Any]:
-    """Load a saved model (LoRA adapters too) and its tokenizer, onto the GPU if there is one.
+    """Load a saved model, which may be a LoRA adapter, and its tokenizer.
 
-    ``tokenizer``: another one's folder or hub name; else the model's own, or its base's for an adapter without one.
-    Raises ValueError if there is no such model, no base of an adapter, or no tokenizer.
+    Args:
+        model: its folder or hub name.
+        use_cpu: whether to stay on the CPU; else the model goes onto the GPU if there is one.
+        tokenizer: folder or hub name of another tokenizer. None: the model's own or, for an adapter without one, that
+            of its base.
+
+    Returns:
+        model (in evaluation mode) and tokenizer.
+
+    Raises:
+        ValueError: there is no such model, no base of an adapter, or no tokenizer.
     """
     import torch
     from peft import AutoPeftModelForCausalLM
@@ -236,10 +250,10 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
 
 @contextmanager
 def whole_on_each_rank() -> Iterator[None]:
-    """Context in which every process loads all weights.
+    """Context in which every process of a distributed launch loads all weights.
 
-    Under a launch for FSDP2 only the first process of a machine would (the others have zeros, and no error). Under one
-    for ZeRO-3 each would load a shard.
+    Otherwise, launched for FSDP2, only the first process of a machine would load them (the others get zeros, without an
+    error), and launched for ZeRO-3 each would load a shard.
     """
     from accelerate.utils import patch_environment
     from transformers.integrations import deepspeed
@@ -254,7 +268,8 @@ def whole_on_each_rank() -> Iterator[None]:
 
 
 def _base_of_adapter(model: str) -> str | None:
-    """Return the folder or hub name of the base of the adapter in ``model``; None for a whole model."""
+    """Return the folder or hub name of the base of the adapter in the folder ``model``; None if it holds no adapter.
+    Raises ValueError if the adapter does not name its base."""
     file = Path(model) / "adapter_config.json"
     if not file.is_file():
         return None
@@ -265,7 +280,7 @@ def _base_of_adapter(model: str) -> str | None:
 
 
 def refuse_adapter(model: str, where: str) -> None:
-    """Raise ValueError if ``model`` is an adapter's folder, since a whole model is needed."""
+    """Raise ValueError if ``model`` is the folder of an adapter. ``where``: the setting that needs a whole model."""
     base = _base_of_adapter(model)
     if base is not None:
         raise ValueError(
@@ -275,8 +290,9 @@ def refuse_adapter(model: str, where: str) -> None:
 
 
 def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:
-    """Return the model's tokenizer and its configuration (an adapter's: of its base); None for a hub name if
-    ``here_only``."""
+    """Return a model's tokenizer and its configuration, without its weights. For an adapter the configuration is that
+    of its base. With ``here_only`` nothing is asked of the hub: None if the model or the tokenizer is no local
+    folder."""
     from transformers import AutoConfig
 
     if section.tiny is not None:

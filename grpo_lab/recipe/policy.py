@@ -20,8 +20,8 @@ from grpo_lab.trainer.generation.in_step import refuse_generation
 
 
 def meta_model(section: ModelSection) -> Any:
-    """Make the model without weights, or return text that says why there is none. For a hub name its config is taken
-    from the cache, or from the hub."""
+    """Return the section's model without weights (on torch's meta device, with its LoRA), or text that says why it
+    cannot be made. The configuration of a hub name is taken from the cache, or from the hub."""
     from peft import get_peft_model
 
     if section.path is None:
@@ -40,6 +40,7 @@ def meta_model(section: ModelSection) -> Any:
 
 
 def _of_path(path: str) -> Any:
+    """Return the saved model at ``path`` without weights, or text that says why it cannot be made."""
     if (Path(path) / "adapter_config.json").is_file() or (looks_local(path) and not is_local(path)):
         return f"{path!r} is an adapter, or not here yet"
     try:
@@ -54,11 +55,11 @@ def _of_path(path: str) -> Any:
 
 
 def check_policy(section: ModelSection, config: Any) -> None:
-    """Raise ValueError, as the trainer would, for what it refuses of its model; nothing if the model's config is not
-    known here.
+    """Raise ValueError if a setting in ``config`` asks for what the model does not allow, as the trainer would.
 
-    That is prompts that cannot be shared, an adapter that cannot be sent by itself, or a generation that the model does
-    not allow.
+    Three settings are checked: ``update.share_prompts: on`` (prompts that cannot be shared), ``rollout.sync: adapter``
+    (an adapter that cannot be sent alone) and ``rollout.generate``. Nothing is checked if the model's configuration is
+    not known here.
     """
     settings = config.lab_settings
     shares = settings.update.share_prompts == "on"

@@ -38,7 +38,7 @@ from grpo_lab.turns.turn_settings import TurnSettings
 
 
 def _with_steps(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert ``steps`` of the word problems to a tuple: it is a pair, and YAML has only lists."""
+    """Return a loader's arguments with ``steps`` (the fewest and the most) as a tuple: YAML has only lists."""
     if not isinstance(steps := arguments.get("steps", ()), list | tuple):
         raise PydanticCustomError("must_be", "its `steps` must be two numbers, [fewest, most]")
     if "steps" in arguments:
@@ -53,7 +53,7 @@ class ModelSection:
     Args:
         path: local folder or hub name. Exactly one of ``path`` and ``tiny``.
         tiny: arguments of ``grpo_lab.testing.tiny_model``: a small random model of a real architecture.
-        tokenizer: another tokenizer's folder (default: the model's own).
+        tokenizer: folder or hub name of another tokenizer (default: the model's own).
         lora: arguments of ``peft.LoraConfig``; ``None`` trains all weights.
         expected: published scores of this model before and after, in words, for ``--dry-run`` and the report.
     """
@@ -70,7 +70,8 @@ class ModelSection:
             raise ValueError(f"`model` needs {said}")
 
     def refuse(self, where: str, **unread: str) -> None:
-        """Raise ValueError for a setting that nothing would read at ``where``. ``unread``: its name → why."""
+        """Raise ValueError if a setting is set that nothing reads at ``where``. ``unread``: names of such settings,
+        each with the reason."""
         for name, why in unread.items():
             if getattr(self, name) is not None:
                 raise ValueError(f"`{where}.{name}` has no effect: {why}; leave it out")
@@ -98,8 +99,11 @@ class DataSection:
 
 @settings(bare="name", rest="arguments")
 class RewardSection:
-    """A reward: its ``name`` (registered, ``"module:attribute"``, or a reward model's folder or hub name), weight and
-    arguments."""
+    """A reward. In a recipe it is a bare name, or a mapping of ``name``, ``weight`` and the reward's own arguments.
+
+    Args:
+        name: one of ours, ``"module:attribute"``, or a reward model's folder or hub name.
+    """
 
     name: Annotated[str, Field(strict=True), must_be("a name, or a mapping {name: …, weight: …, …}")]
     weight: Float = 1.0
@@ -115,7 +119,8 @@ STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
 
 @settings()
 class HeldOutSection:
-    """``evaluation`` of a task: its held-out rows, and the reward that judges them (default: the task's first)."""
+    """``evaluation`` of a task of ``mixture``: its held-out rows, and the reward that judges the answers (default: the
+    task's first)."""
 
     data: DataSection
     reward: RewardSection | None = None
@@ -123,7 +128,7 @@ class HeldOutSection:
 
 @settings()
 class TaskSection:
-    """One task of ``mixture``; the meaning of the keys that are not here is that of ``TaskSettings``."""
+    """A task of ``mixture``: its rows, rewards and held-out rows. The other keys become those of ``TaskSettings``."""
 
     data: DataSection
     rewards: tuple[RewardSection, ...]
@@ -137,7 +142,7 @@ class TaskSection:
 
 @settings(bare="name", rest="arguments")
 class PluginSection:
-    """A part of a team's own, ``"module:attribute"``, with its arguments: a callback, a tool, an environment."""
+    """An object of a team's own, ``"module:attribute"``, with its arguments: a callback, a tool or an environment."""
 
     name: Named
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -170,6 +175,7 @@ _FACTS = re.compile(
 
 
 def _of_template(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return arguments of a chat template, once they are checked."""
     try:
         check_template_kwargs(kwargs)
     except ValueError as error:
@@ -181,7 +187,7 @@ TemplateKwargs = Annotated[Mapping[str, Any], AfterValidator(_of_template)]
 
 
 def template_kwargs_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``chat_template_kwargs`` from flat settings as a mapping. As in TRL it may be JSON text."""
+    """Return ``chat_template_kwargs`` of a training's flat settings as a dict; there it may be JSON text, as in TRL."""
     said = arguments.get("chat_template_kwargs") or {}
     return dict(from_json(said, "chat_template_kwargs"))
 
@@ -233,11 +239,11 @@ class EvaluationSection:
 
     @property
     def in_turns(self) -> bool:
-        """Whether the model may call something."""
+        """Whether the model may call tools or an environment."""
         return bool(self.tools or self.environment_factory)
 
     def rendered_as(self, kwargs: Mapping[str, Any] | None) -> EvaluationSection:
-        """Return this evaluation with its prompts rendered with the run's ``kwargs``, unless it has its own."""
+        """Return this section with the run's ``chat_template_kwargs``, unless it has its own."""
         said = self.chat_template_kwargs is not None
         if said or not kwargs:
             return self
@@ -260,9 +266,10 @@ class EvaluationSection:
 
 @settings(rest="arguments")
 class Recipe:
-    """A recipe of `grpo-lab train`. ``arguments`` are fields of ``LabConfig``.
+    """A recipe of `grpo-lab train`.
 
     Args:
+        arguments: all other keys of the recipe, which are fields of ``LabConfig``.
         eval_dataset: rows on which TRL evaluates during training, with the training rewards (``eval_strategy``).
         callbacks, tools, environment_factory: as the arguments of these names of ``trl.GRPOTrainer``.
     """
@@ -294,7 +301,7 @@ class Recipe:
 
 
 def turns_in(arguments: Mapping[str, Any]) -> TurnSettings:
-    """Return the limits of turns of a training, for its evaluation."""
+    """Return the limits of turns in a training's flat settings (``rollout.turns``, ``max_tool_calling_iterations``)."""
     turns = read(TurnSettings, (arguments.get("rollout") or {}).get("turns") or {}, "rollout.turns")
     calls = arguments.get("max_tool_calling_iterations")
     if turns.max_turns is None and calls is not None:
@@ -303,10 +310,10 @@ def turns_in(arguments: Mapping[str, Any]) -> TurnSettings:
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """Read the recipe in ``path``, with ``--key value`` overrides (dotted keys reach into sections).
+    """Read the recipe in the YAML file ``path``, with ``overrides`` (dotted key → value).
 
-    Modules beside it can be named in it (``module:attribute``). Raises ValueError if there is no such file, it is no
-    mapping, a key is unknown (with the nearest match), or a section is missing.
+    It may name modules that lie beside it (``module:attribute``). Raises ValueError if there is no such file, it holds
+    no mapping, a key is unknown (with the nearest match), or a section is missing.
     """
     written = read_yaml(path, overrides)
     modules_beside(Path(path))
@@ -314,7 +321,8 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 
 def check_command(written: Mapping[str, Any], command: str) -> None:
-    """Raise ValueError for a recipe of another command or framework, and for an output folder without a usable name."""
+    """Raise ValueError if a recipe's mapping is one for another command or framework, or names no usable output folder.
+    """
     refuse_words_from_elsewhere(written, words=RECIPE if command == "train" else SAVED)
     for key in (*written, written.get("method")):
         other = TELLING.get(str(key), command)
@@ -325,13 +333,13 @@ def check_command(written: Mapping[str, Any], command: str) -> None:
 
 
 def with_name(written: Mapping[str, Any], default_name: str) -> dict[str, Any]:
-    """Return ``written`` with a name and, if it has none, an output folder by that name."""
+    """Return a recipe's mapping with a name and, if it has no ``output_dir``, the folder of that name in ``runs``."""
     name = written.get("name", default_name)
     return {"output_dir": f"runs/{name}", **written, "name": name}
 
 
 def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe:
-    """Make a recipe from a plain mapping; see ``read_recipe``."""
+    """Make a recipe from a plain mapping; it is refused as in ``read_recipe``."""
     check_command(written, "train")
     tasks = written.get("mixture")
     for name, task in tasks.items() if isinstance(tasks, Mapping) else ():
@@ -346,11 +354,11 @@ class SamplingSettings:
 
     Args:
         n_samples: completions per problem.
-        temperature: 1.0 is the model's own distribution; nothing else changes it.
+        temperature: 1.0 samples from the model's own distribution.
         max_completion_length: most tokens of a completion.
         batch_size: completions that transformers makes at once (vLLM batches by itself).
         problems_per_save: problems between two writes to disk; a killed run repeats at most so many.
-        seed: all samples follow from it, from the prompts and from the two sizes above.
+        seed: it, the prompts and the two sizes above determine all samples.
         use_vllm, engine: use vLLM instead of transformers, with these options (`dtype`, `max_model_len`, …).
         use_cpu: stay on the CPU even if there is a GPU.
         chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking: false``.
@@ -375,11 +383,11 @@ OF_A_SAMPLED_MODEL = {
     "lora": "all weights are asked, and trained",
     "tokenizer": "a model is asked with its own (save the other one into its folder)",
 }
-"""Settings of ``model`` that have no effect where a saved model is sampled from → why."""
+"""Settings of ``model`` that have no effect where a saved model is sampled, each with the reason."""
 
 
 def refuse_every(evaluation: EvaluationSection | None) -> None:
-    """Raise ValueError for ``evaluation.every`` in a command that does not evaluate during training."""
+    """Raise ValueError if ``evaluation.every`` is set, for a command that does not evaluate during training."""
     if evaluation is not None and evaluation.every is not None:
         raise ValueError("`evaluation.every` has no effect: only `grpo-lab train` measures on the way; leave it out")
 

@@ -1,8 +1,10 @@
 """Reading a YAML file and `--key value` words of the command line into one mapping, which is not checked yet.
 
 A key may stand once, and a value must mean the same in YAML 1.1 and 1.2. Unlike in ``yaml.safe_load``, ``1e-3`` is a
-number and ``2024-05-01`` is text. Refused, with the line: a key that stands twice, ``010`` (8 or 10), ``1:30`` (90 or
-text), ``on`` as a key, an anchor inside itself, nesting without end. A bare ``off`` is false, as in YAML 1.1.
+number and ``2024-05-01`` is text. These are errors, which name the line: a key that stands twice, ``010`` (8 or 10),
+``1:30`` (90 or text), ``on`` as a key, an anchor that holds itself, nesting deeper than ``DEEPEST``. A bare ``off`` is
+false, as in YAML 1.1. ``parsed`` reads text, ``read_yaml`` a file with its overrides, ``parse_overrides`` the command
+line.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from grpo_lab.reading import DEEPEST, HALF, read_text
 _AMBIGUOUS = "!ambiguous"
 _TWO_WAYS = re.compile(r"[-+]?(?:0[0-9_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)\Z")
 _NOT_TEXT = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool"))
+"""Numbers that YAML 1.1 and 1.2 read differently: octal ones, and those of base 60."""
 _OURS = (
     ("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")),
     (_AMBIGUOUS, _TWO_WAYS),
@@ -28,22 +31,25 @@ _OURS = (
 NAMED = ("objective", "advantage", "correction", "sampler", "update", "reward", "environment_factory")
 LISTS_OF_NAMED = ("rewards", "callbacks", "tools")
 FOLDERS = ("output_dir", "path", "source")
-#: Settings that name a folder or a file. Their text is taken as it is written, also `123`, `1e3`, `off` and `a: b`.
+#: Settings that name a folder or a file. Their value is text whatever it looks like: `123`, `1e3`, `off`.
 OF_FILES = (*FOLDERS, "stop_file", "samples", "tokenizer", "short_model", "teacher", "against")
 PACKAGE = Path(__file__).resolve().parents[1]
 PLACES = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
+"""Folders of the shipped recipes: in a wheel, and in a checkout."""
 QUICKSTART = "quickstart/dr_grpo.yaml"
 
 
 def _resolvers() -> dict[Any, list[tuple[str, Any]]]:
-    """Return, by first character, the patterns of unquoted text that is read as something else than text. The dumper
-    quotes such texts."""
+    """Return the patterns of unquoted text that does not stand for text, in the form that PyYAML needs: first character
+    → (tag, pattern). The dumper puts such text in quotes."""
     stock = yaml.SafeLoader.yaml_implicit_resolvers
     kept = {first: [one for one in forms if not one[0].endswith(":timestamp")] for first, forms in stock.items()}
     return kept | {first: [*_OURS, *kept.get(first, ())] for first in "-+0123456789."}
 
 
 class _Loader(yaml.SafeLoader):
+    """A ``SafeLoader`` with our patterns that refuses what the module's docstring lists."""
+
     yaml_implicit_resolvers = _resolvers()
 
     def __init__(self, text: str) -> None:
@@ -93,16 +99,19 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
+    """A ``SafeDumper`` whose text ``_Loader`` reads back as text."""
+
     yaml_implicit_resolvers = _resolvers()
 
 
 def _refused(what: str, at: Any) -> yaml.MarkedYAMLError:
+    """Return an error that says ``what`` is wrong, with the line of ``at``, a node or an event."""
     return yaml.MarkedYAMLError(problem=what, problem_mark=at.start_mark)
 
 
 def parsed(text: str, what: str) -> Any:
-    """Parse YAML ``text``. Raises a ValueError of one line for what is no YAML, or means two things; ``what`` names the
-    place."""
+    """Return the value in YAML ``text``. Raises a ValueError of one line if it is no YAML, or ambiguous; ``what`` is
+    the place, for the message."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -129,9 +138,10 @@ def written(settings: Any) -> str:
 def read_yaml(
     path: str | Path, overrides: Mapping[str, Any] | None = None, where: str = "the recipe"
 ) -> dict[str, Any]:
-    """Read the mapping in a YAML file, with ``--key value`` overrides. ``where``: the setting that names the file.
+    """Return the mapping in a YAML file, with ``overrides`` put in (dotted key → value, as in ``set_at``).
 
-    Raises ValueError if there is no such file, no YAML or no mapping.
+    ``where``: the setting that names the file, for messages. Raises ValueError if there is no such file, no YAML in it,
+    or no mapping.
     """
     file = Path(path)
     if not file.is_file():
@@ -149,8 +159,11 @@ def read_yaml(
 
 
 def set_at(written: dict[str, Any], key: str, value: Any, where: str = "--") -> None:
-    """Put ``value`` at the dotted ``key``. A bare name on the way becomes the mapping ``{name: …}``. Messages write
-    ``where`` before the key."""
+    """Put ``value`` into ``written`` at the dotted ``key`` (``rewards.0.weight``). Sections that are missing on the way
+    are made, and a bare name there becomes the mapping ``{name: …}``.
+
+    Raises ValueError if there is something else on the way; the message writes ``where`` before the key.
+    """
     *path, last = key.split(".")
     place: Any = written
     before = ""
@@ -172,6 +185,7 @@ def set_at(written: dict[str, Any], key: str, value: Any, where: str = "--") -> 
 
 
 def _index(place: list[Any], step: str, key: str) -> int:
+    """Return ``step`` of the dotted ``key`` as an index of the list ``place``. Raises ValueError if it is none."""
     if not (step.isascii() and step.isdigit() and int(step) < len(place)):
         allowed = f"a list with {len(place)} entries; places are 0 to {len(place) - 1}"
         raise ValueError(f"`{key}`: {step!r} is no place of {allowed}")
@@ -179,11 +193,12 @@ def _index(place: list[Any], step: str, key: str) -> int:
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Read ``--key value --other.key=value`` into a mapping. Values are read as YAML (``1e-5``, ``true``, ``{a: 1}``).
+    """Read the words ``--key value --other.key=value`` into a mapping of (dotted) keys to values.
 
-    A flat key without a value is ``true`` (``--use_cpu``; a setting that is no switch refuses that later). A dotted
-    key, or one that names a file, needs a value, else ValueError: it is a number or a name far more often than a
-    switch. The text of ``OF_FILES`` is taken as it is (but ``null`` where there may be none).
+    Values are read as YAML (``1e-5``, ``true``, ``{a: 1}``), except those of ``OF_FILES``, which are text as they stand
+    (but ``null``, where a setting may be empty). A flat key without a value is ``true`` (``--use_cpu``); a setting that
+    is no switch refuses that later. A dotted key without a value, or one that names a file, is a ValueError: it is a
+    number or a name far more often than a switch.
     """
     found: dict[str, Any] = {}
     rest = list(words)
@@ -226,13 +241,13 @@ def switched_on(name: str, written: Any) -> bool:
 
 
 LONGEST_NAME = 255
+"""Most bytes of a file's name."""
 LONGEST_PATH = 3800
-"""Largest number of bytes of a file's name, and of a folder's path. Linux takes paths of 4,095 bytes, of which the
-files inside need some."""
+"""Most bytes of an output folder's path. Linux takes paths of 4,095 bytes, of which the files inside need some."""
 
 
 def check_folder_name(folder: Any) -> None:
-    """Raise ValueError for an ``output_dir`` that is no text, empty or too long."""
+    """Raise ValueError for an ``output_dir`` that is no text, empty, too long, or has a zero byte."""
     if folder in (None, ""):
         raise ValueError("`output_dir` is empty; name a folder, or leave it out")
     if not isinstance(folder, str | Path):
