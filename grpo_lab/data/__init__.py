@@ -1,9 +1,9 @@
 """Rows for training and evaluation: benchmarks, generated problems of several kinds, and the prompts around questions.
 
 Every loader returns a ``datasets.Dataset`` with the columns ``prompt`` (text or message list), ``solution`` (the final
-answer as text), ``question``, ``template`` (name of the prompt template), and more. A ValueError says what was found,
-what is needed and which setting governs it. Generators also raise it if they find fewer than ``n`` rows. Importing this
-package loads neither trl nor transformers; ``datasets`` is loaded on the first call.
+answer as text), ``question``, ``template`` (name of the prompt template), and more. Errors are ValueErrors, which say
+what was found, what is needed and which setting governs it; generators raise one, too, if they find fewer than ``n``
+rows. Importing this package loads neither trl nor transformers; ``datasets`` is imported on the first call.
 """
 
 from grpo_lab.data.benchmarks import load_gsm8k, load_humaneval, load_math, load_mbpp

@@ -21,6 +21,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BARE = re.compile(r"(?:[^\s$.,;]|[.,](?=\d))+")
 _LEVEL = re.compile(r"(?:level\s*)?(\d+)", re.IGNORECASE)
 _IMPORTS = ("test_imports", "test_setup_code")
+"""Columns of MBPP, in its two forms, with the lines that must run before the tests."""
 
 
 def load_gsm8k(
@@ -59,6 +60,7 @@ def load_gsm8k(
 
 
 def _gsm8k(source: str | Path, split: str) -> list[Row]:
+    """Read the rows of a split, with ``question``, ``solution`` and ``worked_solution`` as in ``load_gsm8k``."""
     rows = read_rows(source, split, config="main" if str(source) in {"openai/gsm8k", "gsm8k"} else None)
     golds = ("gold_answer", "final_answer")
     worked = ("answer", "gold_solution", "solution", "worked_solution")
@@ -114,8 +116,20 @@ def _answered(
     final: Callable[[str], str | None],
     wanted: str,
 ) -> list[Row]:
-    """Return rows with ``question``, ``worked_solution`` and ``solution``, which is the gold column or what
-    ``final`` finds."""
+    """Return the rows with their question, answer and worked solution in columns ``question``, ``solution`` and
+    ``worked_solution``; the other columns stay.
+
+    Args:
+        source: where the rows come from, for messages.
+        questions: names that the column of questions may have; the first that is there counts.
+        golds: names that a column of bare answers may have.
+        workeds: names that the column of worked solutions may have.
+        final: function that finds the answer in a worked solution, used if there is no column of bare answers.
+        wanted: what ``final`` looks for, in words.
+
+    Raises:
+        ValueError: there is no column of questions, or neither of the others; a row has no question, or no answer.
+    """
     question = required_column(rows, questions, source)
     gold = first_present(rows, golds)
     if gold:
@@ -146,8 +160,8 @@ def _answered(
 
 
 def _of_levels(rows: list[Row], levels: list[int], source: str | Path) -> list[Row]:
-    """Keep the rows whose ``level`` is one of ``levels``. Raises ValueError if there is no such column, or no row is
-    left."""
+    """Return the rows whose column ``level`` is one of ``levels``. Raises ValueError if there is no such column, no row
+    is left, or ``levels`` is no list of whole numbers."""
     if not isinstance(levels, list | tuple) or not all(type(level) is int for level in levels):
         raise ValueError(f"levels is {levels!r}; it must be a list of whole numbers such as [3, 4, 5]")
     column = required_column(rows, ("level",), source)
@@ -161,10 +175,10 @@ def _of_levels(rows: list[Row], levels: list[int], source: str | Path) -> list[R
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last ``\\boxed{…}`` or ``\\fbox{…}`` (also ``\\boxed 5``), braces balanced; None
-    without one.
+    """Return the content of the last ``\\boxed{…}`` or ``\\fbox{…}`` (also of ``\\boxed 5``), to the brace that closes
+    it. None if there is none, or if it is empty or never closed.
 
-    It takes one pass: the text may be hostile.
+    The text is read once, since a hostile one may have thousands of open braces.
     """
     starts = [box.end() for box in _BOX.finditer(text)]
     if not starts:
@@ -279,7 +293,8 @@ def fenced(program: str) -> str:
 
 
 def _beside(head: str, name: str, number: int, source: str | Path) -> str:
-    """Return everything on the prompt's top level except the function that is asked for."""
+    """Return, as Python, everything on the top level of a HumanEval prompt (``head``) but the function ``name`` that is
+    asked for. Raises ValueError if the prompt is no Python, or does not define ``name``."""
     try:
         parts = ast.parse(head).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -291,7 +306,8 @@ def _beside(head: str, name: str, number: int, source: str | Path) -> str:
 
 
 def _tested(program: str, tests: str) -> str | None:
-    """Return the last function of ``program`` whose name the tests use; None if they are no Python or name none."""
+    """Return the name of the last function of ``program`` that ``tests`` mention; None if there is none, or if either
+    is no Python."""
     try:
         made = [part.name for part in ast.parse(program).body if isinstance(part, ast.FunctionDef)]
         used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
@@ -301,7 +317,8 @@ def _tested(program: str, tests: str) -> str | None:
 
 
 def _lines(row: Row, column: str, number: int, source: str | Path) -> list[str]:
-    """Return a cell that holds a text or a list of texts, as a list."""
+    """Return a cell that holds a text, or a list of texts, as a list. Raises ValueError for anything else, and for an
+    empty list."""
     value: Any = row.get(column)
     lines = [value] if isinstance(value, str) else value
     if not isinstance(lines, Sequence) or not lines or not all(isinstance(line, str) for line in lines):

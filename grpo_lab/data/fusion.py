@@ -30,9 +30,9 @@ from grpo_lab.settings import Share, Whole, must_be, settings
 
 Row = dict[str, Any]
 CONTINUES = "continues"
-"""Name of a column of rows for `sft`. It is true where the completion continues the assistant's message at the end of
-the prompt."""
+"""Column of rows for `sft`: true if the completion continues the assistant's message with which the prompt ends."""
 EMPTY_BLOCK = "<think>\n\n</think>\n\n"
+"""What stands before an answer without thinking."""
 _THINK, _END = "<think>", "</think>"
 
 
@@ -80,16 +80,19 @@ def goes_on(row: Mapping[str, Any]) -> bool:
 def fusion_rows(
     thinking: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], shares: FusionShares, seed: int = 0
 ) -> tuple[list[Row], dict[str, int]]:
-    """Make rows ``prompt, completion, mode, flag, continues, …columns`` of all answers, thinking ones first. Also
-    return how many rows there are of each ``flag``: its place (`user`, `system`, `both`), `none`, or `dialogue`; and
-    `cut` for the extra copies.
+    """Make rows for supervised training on both modes.
 
     Args:
         thinking: rows with a ``prompt`` of messages and an ``answer``, a text with its reasoning in a block
             (`thought_through`). Other columns are kept.
-        plain: such rows whose answers have no block; they get the empty one.
+        plain: the same, but for answers without a block; they get the empty one.
         shares: how many rows are of which kind.
-        seed: same arguments, same rows.
+        seed: the same arguments give the same rows.
+
+    Returns:
+        the rows, thinking ones first, then plain ones, then cut copies, and the number of rows of each ``flag``. Their
+        columns are ``prompt``, ``completion``, ``mode`` (`think`, `no_think`), ``flag``, ``continues`` and those kept.
+        ``flag`` is its place (`user`, `system`, `both`), `none`, `dialogue`, or `cut` for a cut copy.
 
     Raises:
         ValueError: a prompt is no list of messages with text, or has a flag; or an answer is of the other mode.
@@ -118,8 +121,8 @@ def fusion_rows(
 
 
 def _cut(row: Row, rng: random.Random) -> Row:
-    """Return the row with its reasoning closed in its prompt, behind a random word; the completion continues from
-    there."""
+    """Return a copy of a thinking row whose reasoning is cut behind a random word or digit and closed. That is part of
+    its prompt, as the beginning of the assistant's message, and the completion is the answer alone."""
     reasoning, _, answer = row["completion"][0]["content"].partition(_END)
     words = re.findall(r"\s*(?:[^\W\d]+|\S)", reasoning.partition(_THINK)[2].strip())
     head = f"{_THINK}\n{''.join(words[: rng.randint(1, len(words))])}\n{_END}\n\n"
@@ -129,7 +132,8 @@ def _cut(row: Row, rng: random.Random) -> Row:
 
 
 def _misfit(mode: str, prompt: Any, answer: str) -> str | None:
-    """Return why a row cannot be fused; None if it can."""
+    """Return why a row cannot be used, in words: its prompt has a flag or no messages, or its answer is not of
+    ``mode``. None if it can."""
     if isinstance(prompt, str) or not all(isinstance(turn.get("content"), str) for turn in prompt):
         return f"its prompt is {prompt!r:.200}; messages with text are needed"
     if any(word in ("/think", "/no_think") for turn in prompt for word in turn["content"].split()):
@@ -144,7 +148,10 @@ def _misfit(mode: str, prompt: Any, answer: str) -> str | None:
 def _asked(
     mode: str, prompt: list[Message], every: Sequence[tuple[str, Any]], shares: FusionShares, rng: random.Random
 ) -> tuple[str, list[Message]]:
-    """Draw the place of the flag, and return it with the flagged prompt."""
+    """Draw a row's ``flag`` (see ``fusion_rows``), and return it with the prompt that has it.
+
+    ``every``: all (mode, row), of which a dialogue takes its earlier questions.
+    """
     if rng.random() < shares.dialogues:
         earlier = [rng.choice(every)[1] for _ in range(rng.randint(2, shares.most_turns) - 1)]
         return "dialogue", _dialogue(mode, prompt, earlier, rng)
@@ -156,8 +163,11 @@ def _asked(
 
 
 def _dialogue(mode: str, prompt: list[Message], earlier: Sequence[Any], rng: random.Random) -> list[Message]:
-    """Return earlier questions with their answers and flags, then the question of ``prompt``. It asks for ``mode``
-    itself, or has no flag and comes after a turn that asked for it."""
+    """Return a dialogue that ends with the question of ``prompt`` and asks for ``mode`` there.
+
+    Before it come the ``earlier`` rows' questions with their answers and random flags. With even chances the last
+    question has the flag itself, or the question before it has it and the last one none.
+    """
     carried = rng.random() < 0.5
     turns = [turn for turn in prompt if turn["role"] == "system"]
     for number, row in enumerate(earlier, start=1):
@@ -168,6 +178,7 @@ def _dialogue(mode: str, prompt: list[Message], earlier: Sequence[Any], rng: ran
 
 
 def _question(prompt: list[Message], flag: str | None) -> list[Message]:
+    """Return a prompt without its system turn, with ``flag`` behind the user's text (None: without a flag)."""
     asked = [turn for turn in prompt if turn["role"] != "system"]
     if flag is None:
         return asked

@@ -3,6 +3,9 @@ serve ``word_problems`` and ``proofs``.
 
 **Splits are disjoint by construction**: a row's content is hashed, and the hash alone decides its split. So a test row
 is never a training row, whatever the seeds and sizes.
+
+All generators work alike. A function draws one random row with a key. ``different`` calls it again and again, and keeps
+the rows that are new and whose key belongs to the split. ``take`` collects ``n`` of them, or raises ValueError.
 """
 
 from __future__ import annotations
@@ -26,20 +29,28 @@ Mark = TypeVar("Mark", bound=Hashable)
 PATIENCE = 20_000
 """The generator stops after this many draws in a row that gave no new row of the split."""
 _OF_TENTH = ("test",) * 2 + ("cold_start",) * 3 + ("train",) * 5
+"""The split of each tenth of all content: hash modulo 10 → split."""
 SPLITS = tuple(dict.fromkeys(_OF_TENTH))
 
 
 def split_of(content: str, of_tenth: Sequence[str] = _OF_TENTH, digits: int = 8) -> str:
-    """Return the split of ``content`` by its hash: ``train`` (half of all content), ``cold_start`` (three tenths) or
-    ``test``."""
+    """Return the split to which ``content`` belongs by its hash. By default that is ``train`` for half of all content,
+    ``cold_start`` for three tenths, ``test`` for two.
+
+    ``of_tenth``: the split of each remainder; ``digits``: number of the hash's bytes that count.
+    """
     digest = hashlib.sha256(content.encode()).digest()
     return of_tenth[int.from_bytes(digest[:digits], "big") % len(of_tenth)]
 
 
 def different(draw: Callable[[], tuple[Mark, T] | None], split: str, find_split: Callable[[Mark], str]) -> Iterator[T]:
-    """Yield the different rows of ``split`` that ``draw`` returns; end after ``PATIENCE`` draws without a new one.
+    """Yield different rows of a split; end after ``PATIENCE`` draws in a row without a new one.
 
-    ``draw`` returns (key, row), with equal keys for equal rows, or None for a dead end. ``find_split`` takes a key.
+    Args:
+        draw: function that draws a row and returns (key, row), or None if the draw led nowhere. Rows with the same key
+            count as the same.
+        split: the split whose rows are yielded.
+        find_split: function that returns the split to which a key belongs.
     """
     seen: set[Mark] = set()
     misses = 0
@@ -53,8 +64,8 @@ def different(draw: Callable[[], tuple[Mark, T] | None], split: str, find_split:
 
 
 def take(rows: Iterator[T], n: int, what: str, advice: str, **settings: Any) -> list[T]:
-    """Return the first ``n`` rows. Raises ValueError if there are fewer. ``what``, ``advice`` and ``settings`` are
-    for its message."""
+    """Return the first ``n`` rows. Raises ValueError if there are fewer; its message says how many ``what`` there are
+    for which ``settings``, and gives the ``advice``."""
     if n < 1:
         raise ValueError(f"n is {n}; at least 1 is needed")
     found = list(islice(rows, n))
@@ -65,13 +76,15 @@ def take(rows: Iterator[T], n: int, what: str, advice: str, **settings: Any) -> 
 
 
 def checked_split(split: str, splits: Sequence[str] = SPLITS) -> str:
+    """Return ``split``. Raises ValueError if it is none of ``splits``."""
     if split not in splits:
         raise ValueError(f"`split` is {split!r}{one_of(split, splits)}")
     return split
 
 
 def checked_range(name: str, pair: Sequence[int], low: int, high: int) -> tuple[int, int]:
-    """Return ``pair`` as ``(fewest, most)``. Raises ValueError unless ``low <= fewest <= most <= high``."""
+    """Return ``pair`` as ``(fewest, most)``. Raises ValueError unless ``low <= fewest <= most <= high``; ``name`` is
+    the argument, for the message."""
     if len(pair) != 2 or not low <= pair[0] <= pair[1] <= high:
         raise ValueError(f"{name} is {pair!r}; a pair (fewest, most) with {low} <= fewest <= most <= {high} is needed")
     return pair[0], pair[1]
@@ -110,7 +123,8 @@ def countdown(
 
 
 def _game(rng: random.Random, size: int, largest: int, largest_target: int) -> tuple[str, Row] | None:
-    """Make a game; return None if its result is out of range or is one of the numbers."""
+    """Draw a game of ``size`` numbers. Return its key (numbers sorted, target) and row; None if the target is 1 or
+    above ``largest_target``, or is one of the numbers."""
     numbers = [rng.randint(1, largest) for _ in range(size)]
     left = [(number, str(number)) for number in numbers]
     steps: list[str] = []
@@ -140,6 +154,7 @@ def _game(rng: random.Random, size: int, largest: int, largest_target: int) -> t
 
 
 _SORTING_TENTH = ("test",) * 2 + ("cold_start",) * 2 + ("train",) * 6
+"""The same as ``_OF_TENTH`` for the rows of ``sorting``."""
 SORTING_SPLITS = tuple(dict.fromkeys(_SORTING_TENTH))
 
 
@@ -203,7 +218,8 @@ def _spaced(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a coding task: in words, and as a line of Python. ``{k}`` stands for its number."""
+    """A step of a coding task on a list ``x``: in words, and as a line of Python. ``{k}`` in both stands for a number
+    out of ``numbers``."""
 
     words: str
     code: str
@@ -268,11 +284,13 @@ def coding_tasks(
 
 
 def _task(rng: random.Random, steps: int, tests: int) -> tuple[str, Row] | None:
-    """Make a task; return None if a program without one of its steps would pass its tests."""
+    """Draw a task with ``steps`` steps before its ``return``. Return its program, which is its key, and its row; None
+    if a program without one of these steps would pass the tests."""
     chain = [(step, rng.choice(step.numbers)) for step in (*rng.sample(MIDDLE, steps), rng.choice(LAST))]
     lists = [[rng.randint(0, 12) for _ in range(rng.randint(3, 7))] for _ in range(tests)]
 
     def answers(steps: Sequence[tuple[Step, int]]) -> tuple[str, list[Any]]:
+        """Return the program of some steps, and what it returns for each of the lists."""
         program = "\n".join(["def f(x):", *(f"    {step.code.format(k=k)}" for step, k in steps)])
         made: dict[str, Any] = {}
         exec(program, made)  # lines of the tables above

@@ -1,7 +1,7 @@
 """Templates that make prompts of questions.
 
 A base model's score moves by tens of points with the template (arXiv 2503.20783, section 2.2). So a template has a
-name, every data set of ours has it in the column ``template``, and a run states it in its summary.
+name, which every data set of ours has in the column ``template``, and a run in its summary. Ours are:
 
 * ``r1`` (text): DeepSeek-R1-Zero, arXiv 2501.12948, table 1: asks for ``<think>…</think> <answer>…``
 * ``oat_r1`` (text): sail-sg/understand-r1-zero, ``train_zero_math.py``: its own wording of ``r1``, and it opens
@@ -40,7 +40,7 @@ Prompt = str | list[Message]
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """``before + question + after``, passed to the tokenizer as it is."""
+    """A template whose prompt is the text ``before + question + after``, which the tokenizer gets as it is."""
 
     name: str
     before: str = ""
@@ -52,7 +52,8 @@ class TextTemplate:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A user message ``before + question + after``, after a system message where ``system`` is set."""
+    """A template whose prompt is a user message ``before + question + after``, after a system message if ``system`` is
+    set. The tokenizer's chat template renders it."""
 
     name: str = "chat"
     system: str | None = None
@@ -72,10 +73,11 @@ FlagPlace = Literal["user", "system", "both", "none"]
 
 
 def with_flag(prompt: Sequence[Message], mode: str, place: FlagPlace) -> list[Message]:
-    """Return ``prompt`` with a flag that asks for ``mode``.
+    """Return a copy of ``prompt`` with the flag that asks for ``mode`` (``think`` or ``no_think``) at ``place``.
 
-    ``place``: ``user`` (behind the last user turn's text), ``system`` (in the system turn, added if there is none),
-    ``both`` (the other mode's flag in the system turn; the last one wins), or ``none`` (no flag, which asks to think).
+    The places are ``user`` (behind the text of the last user turn), ``system`` (in the system turn, which is added if
+    there is none), ``both`` (there the flag of the other mode, and this one in the user turn, which counts since it is
+    the last), and ``none`` (no flag: the model thinks, as by default).
     """
     turns = [dict(message) for message in prompt]
     if place in ("system", "both"):
@@ -90,8 +92,8 @@ def with_flag(prompt: Sequence[Message], mode: str, place: FlagPlace) -> list[Me
 
 @dataclass(frozen=True)
 class ModesTemplate(ChatTemplate):
-    """A chat prompt with a flag for either mode of Qwen3 at any place; mode and place are drawn from the question's
-    text."""
+    """A chat template that adds a flag for one of Qwen3's modes. Mode and place are drawn at random; the question is
+    the seed, so that a question always gets the same prompt."""
 
     def prompt(self, question: str) -> Prompt:
         turns: Any = super().prompt(question)
@@ -146,7 +148,8 @@ TEMPLATES: dict[str, PromptTemplate] = {
 
 
 def find_template(template: str | PromptTemplate, system_prompt: str | None = None) -> PromptTemplate:
-    """Return the template of that name. ``system_prompt`` is for message templates; the others bring their own.
+    """Return the template of that name, or ``template`` itself, with ``system_prompt`` as its system turn if that is
+    set. Only a message template can carry one; text templates bring their own instruction.
 
     Raises:
         ValueError: the name is unknown, or the template cannot carry a system prompt.
@@ -166,8 +169,11 @@ def find_template(template: str | PromptTemplate, system_prompt: str | None = No
 
 
 def with_shots(template: PromptTemplate, solved: Sequence[tuple[str, str]]) -> PromptTemplate:
-    """Put solved examples (question, solution) before ``template``. Each is its prompt, a space, its solution and an
-    empty line, as in lm-evaluation-harness. Raises ValueError for a message template."""
+    """Return a text template that puts solved examples (question, solution) before each prompt of ``template``.
+
+    An example is its prompt, a space, its solution and an empty line, as in lm-evaluation-harness. Raises ValueError
+    for a message template.
+    """
     if not isinstance(template, TextTemplate):
         raise ValueError(
             f"`shots` are text before the question, and template {template.name!r} is a list of messages; set "

@@ -30,7 +30,14 @@ RULES = (
 
 @dataclass
 class _Step:
-    """A formula derived by ``rule`` from other steps; each of these may be under an assumption of its own."""
+    """A node of a proof that is being grown.
+
+    Attributes:
+        formula: what the step shows.
+        rule: the rule of ``verifiers.logic`` that derives it, or ``premise``, or ``assumed`` (an open assumption).
+        rests_on: the steps that it is derived from.
+        assumptions: for each of these the assumption that is opened for it; None if there is none.
+    """
 
     formula: Formula
     rule: str
@@ -38,6 +45,7 @@ class _Step:
     assumptions: list[Formula | None] = field(default_factory=list)
 
     def size(self) -> int:
+        """Return the number of lines that the step and all below it take, without premises."""
         under = sum(one is not None for one in self.assumptions)
         return (self.rule not in ("premise", "assumed")) + under + sum(step.size() for step in self.rests_on)
 
@@ -67,8 +75,8 @@ def proofs(
 
 
 def _drawn(rng: random.Random, sizes: tuple[int, int]) -> tuple[str, dict[str, Any]] | None:
-    """Draw a sequent, and return it with its premises sorted, and its row; None if it is trivial, or its proof too
-    short or long."""
+    """Draw a sequent. Return its key (the sequent with its premises sorted) and its row; None if its goal or a
+    contradiction is among its premises, or its proof has fewer or more lines than ``sizes`` (fewest, most) allow."""
     step = _Grown(rng).show(_formula(rng, 2), rng.randint(*sizes), ())
     premises, lines = _written(step)
     goal = write(step.formula)
@@ -83,6 +91,7 @@ def _drawn(rng: random.Random, sizes: tuple[int, int]) -> tuple[str, dict[str, A
 
 
 def _formula(rng: random.Random, depth: int) -> Formula:
+    """Draw a formula that is nested at most ``depth`` deep."""
     if depth == 0 or rng.random() < 0.3:
         return (rng.choice(_ATOMS),)
     sign = rng.choice(("&", "v", "->", "->", "~"))
@@ -92,12 +101,16 @@ def _formula(rng: random.Random, depth: int) -> Formula:
 
 
 class _Grown:
-    """Grows a proof; ``budget`` is the number of lines that it may still have."""
+    """Grows a proof backwards, from a goal to premises, by random rules."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
     def show(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        """Return a proof of ``goal`` of about ``budget`` lines; with none left the goal becomes a premise.
+
+        ``assumed``: the assumptions that are open here.
+        """
         if goal in assumed:
             return _Step(goal, "assumed")
         if budget <= 0:
@@ -112,6 +125,8 @@ class _Grown:
         return self._by(self.rng.choice(ways), goal, budget - 1, assumed)
 
     def _by(self, rule: str, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        """Return a proof of ``goal`` whose last line is by ``rule``, with ``budget`` lines for what that rests on."""
+
         def from_one(formula: Formula, budget: int) -> _Step:
             return _Step(goal, rule, [self.show(formula, budget, assumed)], [None])
 
@@ -154,7 +169,7 @@ class _Grown:
 
 
 def _written(goal: _Step) -> tuple[list[str], list[str]]:
-    """Return the premises as texts, in order, and all lines of the proof."""
+    """Return the premises of a proof as texts, and all its lines, those of the premises first."""
     premises = list(dict.fromkeys(write(formula) for formula in _premises(goal)))
     scope = {text: number for number, text in enumerate(premises, start=1)}
     lines = [f"{number}. {text} [premise]" for text, number in scope.items()]
@@ -163,6 +178,7 @@ def _written(goal: _Step) -> tuple[list[str], list[str]]:
 
 
 def _premises(step: _Step) -> Iterator[Formula]:
+    """Yield the premises that a step rests on, one as often as it is used."""
     if step.rule == "premise":
         yield step.formula
     for one in step.rests_on:
@@ -170,8 +186,11 @@ def _premises(step: _Step) -> Iterator[Formula]:
 
 
 def _write_lines(step: _Step, lines: list[str], scope: dict[str, int], depth: int) -> int:
-    """Write the lines that derive ``step``, unless a line of ``scope`` shows it already. Return the number of the
-    line that shows it."""
+    """Append to ``lines`` those that derive ``step``, and return the number of the line that shows it.
+
+    ``scope``: formulas that lines in reach show already, with their numbers; such a formula is not derived again.
+    ``depth``: number of open assumptions.
+    """
 
     def add(text: str, depth: int) -> int:
         lines.append(f"{len(lines) + 1}. {'| ' * depth}{text}")

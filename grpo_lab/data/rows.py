@@ -1,7 +1,8 @@
 """Read rows of a question-answer data set, from a hub name, a local folder or one file.
 
-All data sets are read in the same way; ``benchmarks.py`` says what their columns mean. `load_file` takes rows as they
-are, such as those that `grpo-lab curate` writes, with every score as a column.
+All data sets are read in the same way: ``read_rows`` gives dicts, ``benchmarks.py`` says what their columns mean, and
+``to_dataset`` adds prompts. `load_file` takes rows as they are, such as those that `grpo-lab curate` writes, with every
+score as a column. Numbers keep the digits with which the file writes them, since a gold answer 0.10 is not 0.1.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ _QUESTION = ("question", "problem")
 GOLDS = ("solution", "gold_answer", "answer", "final_answer", "gt_answer", "ground_truth")
 """Names of columns that hold gold answers. Their values are kept as the file writes them."""
 _FILES = frozenset([".jsonl", ".json", ".csv", ".parquet"])
+"""Ends of names that are files and no hub names, also where there is no such file."""
 _EXACT = 2**53
-"""A float holds every whole number up to this one."""
+"""Up to this one a float can hold every whole number."""
 
 
 def read_rows(source: str | Path, split: str, *, config: str | None = None, also: Sequence[str] = ()) -> list[Row]:
     """Read all rows of one split.
 
-    ``source`` is, in this order: an existing ``.jsonl`` or ``.csv`` file (which then *is* the split), a folder
-    (``<split>.jsonl``, or parquet shards as the hub lays them out), or a hub name.
-
     Args:
+        source: a file (``.jsonl``, ``.csv`` or ``.parquet``), which then *is* the split; a folder with
+            ``<split>.jsonl``, or with parquet shards as the hub lays them out; or a hub name.
         config: the hub data set's configuration, if it has several.
         also: further file stems that a folder may use for this split.
 
@@ -63,6 +64,7 @@ def read_rows(source: str | Path, split: str, *, config: str | None = None, also
 
 
 def _files_of_split(folder: Path, split: str, also: Sequence[str]) -> list[Path]:
+    """Return the files of a split: one ``.jsonl``, else all parquet shards. Raises ValueError if there are none."""
     for stem in (split, *also):
         if (folder / f"{stem}.jsonl").is_file():
             return [folder / f"{stem}.jsonl"]
@@ -77,6 +79,7 @@ def _files_of_split(folder: Path, split: str, also: Sequence[str]) -> list[Path]
 
 
 def _read_file(path: Path) -> list[Row]:
+    """Read the rows of a file: parquet or CSV by its name, JSON lines otherwise. Raises ValueError if it is damaged."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -94,7 +97,7 @@ def _read_file(path: Path) -> list[Row]:
 
 
 def _read_csv(path: Path) -> list[Row]:
-    """Read rows of text, with the first line's names as keys; an empty cell is None."""
+    """Read the rows of a CSV file. The first line names the columns; values are text, an empty cell is None."""
     lines = csv.reader(StringIO(read_text(path, "(setting: source)"), newline=""), strict=True)
     rows: list[Row] = []
     try:
@@ -110,8 +113,8 @@ def _read_csv(path: Path) -> list[Row]:
 
 
 def _with_texts(table: Any) -> list[Row]:
-    """Return the rows of an Arrow table. Numbers of single precision keep their own digits: 0.1, not
-    0.10000000149011612."""
+    """Return the rows of an Arrow table. A number of single or half precision keeps the digits of that precision: 0.1,
+    not 0.10000000149011612."""
     rows: list[Row] = table.to_pylist()
     for field in table.schema:
         if str(field.type) in ("float", "halffloat"):
@@ -124,6 +127,7 @@ def _with_texts(table: Any) -> list[Row]:
 
 
 def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
+    """Read the rows of a data set on the hub. Raises ValueError if it has no such split, or cannot be had."""
     import datasets
 
     try:
@@ -149,12 +153,13 @@ def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
 
 
 def first_present(rows: Sequence[Row], names: Sequence[str]) -> str | None:
-    """Return the first of ``names`` that is a column of the rows; None if none is."""
+    """Return the first of ``names`` that is a column of the first row; None if none is."""
     return next((name for name in names if name in rows[0]), None)
 
 
 def required_column(rows: Sequence[Row], names: Sequence[str], source: str | Path) -> str:
-    """Return the first of ``names`` that is a column. Raises ValueError with the columns found if none is."""
+    """Return the first of ``names`` that is a column of the first row. Raises ValueError, which lists its columns, if
+    none is."""
     found = first_present(rows, names)
     if found is None:
         raise ValueError(
@@ -174,7 +179,7 @@ def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
 
 
 def place_of(source: str | Path, number: int) -> str:
-    """Return where row ``number`` (from 1) is, for messages: in a file of JSON lines, its line."""
+    """Return words that say where row ``number`` (from 1) is; in a file of JSON lines they name its line."""
     path = Path(source).expanduser()
     if path.is_file() and path.suffix not in {".parquet", ".csv"}:
         lines = (line for line, _ in json_lines(path))
@@ -183,9 +188,10 @@ def place_of(source: str | Path, number: int) -> str:
 
 
 def to_dataset(examples: Iterable[Mapping[str, Any]], template: PromptTemplate) -> Dataset:
-    """Add the columns ``prompt`` and ``template`` to rows ``question, solution, …``, and return a ``datasets.Dataset``.
+    """Return rows as a ``datasets.Dataset`` with two columns more: ``prompt``, which ``template`` makes of the column
+    ``question``, and ``template``, its name.
 
-    The prompt is always the template's: such columns of the data become ``source_prompt`` and ``source_template``.
+    Columns of these names that the data has already become ``source_prompt`` and ``source_template``.
     """
     renamed = {"prompt": "source_prompt", "template": "source_template"}
     return dataset_of(
@@ -196,9 +202,11 @@ def to_dataset(examples: Iterable[Mapping[str, Any]], template: PromptTemplate) 
 
 
 def dataset_of(rows: Iterable[Mapping[str, Any]]) -> Dataset:
-    """Return rows as a ``datasets.Dataset``. In a column every value has one type, and none is changed. Values that
-    one type cannot hold, such as ``5`` beside ``"Level 5"`` or 12345678901234567 beside 0.5, become text as the file
-    writes it."""
+    """Return rows as a ``datasets.Dataset``, whose columns each have one type.
+
+    Values keep their type if one type holds them all unchanged. Otherwise they become text, as the file writes it:
+    ``5`` beside ``"Level 5"``, or 12345678901234567 beside 0.5.
+    """
     from datasets import Dataset
 
     columns = _columns_of(rows)
@@ -208,7 +216,8 @@ def dataset_of(rows: Iterable[Mapping[str, Any]]) -> Dataset:
 
 
 def _columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return each column's values by name, None where a row has none. The rows are read one after the other."""
+    """Return the values of each column by its name, with None where a row lacks it. ``rows`` is read once, and may be a
+    generator."""
     columns: dict[str, list[Any]] = {}
     count = 0
     for count, row in enumerate(rows, start=1):
@@ -224,8 +233,8 @@ def _columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _of_one_type(values: list[Any], gold: bool) -> list[Any]:
-    """Return ``values``, or their texts if no one type holds them or, for a ``gold``, if a number would print
-    otherwise than it was written."""
+    """Return the values of a column in one type, or as texts if no type holds them all unchanged. With ``gold`` they
+    become texts, too, if a number would be printed otherwise than the file writes it."""
     present = [value for value in values if value is not None]
     kinds = {float if isinstance(value, WrittenFloat) else type(value) for value in present}
     if kinds == {int, float} or kinds == {float}:
@@ -242,15 +251,16 @@ def _of_one_type(values: list[Any], gold: bool) -> list[Any]:
 
 
 def _survives(value: Any, gold: bool) -> bool:
-    """Return whether a float holds a number unchanged; for a ``gold``, whether it also prints as the file wrote it."""
+    """Return whether a number is unchanged as a float; with ``gold``, whether it is also printed as the file writes it.
+    """
     if isinstance(value, int):
         return not gold and -_EXACT <= value <= _EXACT
     return not gold or not isinstance(value, WrittenFloat) or repr(float(value)) == value.text
 
 
 def _fits_arrow(values: list[Any]) -> bool:
-    """Return whether Arrow has a type that holds all values. It has none for whole numbers of more than 64 bits, nor
-    for structs of two forms."""
+    """Return whether Arrow, in which ``datasets`` keeps rows, has a type that holds all values. It has none for whole
+    numbers of more than 64 bits, nor for mappings with keys of different types."""
     import pyarrow
 
     if not any(isinstance(value, int | list | dict | tuple | Decimal) for value in values):
@@ -271,12 +281,13 @@ def load_file(
 ) -> Dataset:
     """Load a file (or a folder with ``<split>.jsonl``) whose rows are taken as they are.
 
+    Rows that have a ``question`` and no ``prompt`` get the prompts of ``template``. Existing prompts stay.
+
     Args:
         source: a ``.jsonl``, ``.csv`` or ``.parquet`` file, a folder, or a hub name.
-        template: makes the prompts of rows that have a ``question`` and no ``prompt``. Existing prompts stay and must
-            fit this template: any text fits ``none``, any messages fit ``chat``. If the rows name the template that
-            made them, it must be this one.
-        system_prompt: system turn, for template ``chat`` alone; existing prompts must have it.
+        template: a prompt template or its name. Existing prompts must fit it: any text fits ``none``, any messages fit
+            ``chat``. If the rows have a column ``template``, it must hold this name.
+        system_prompt: system turn, for message templates alone; existing prompts must have it.
 
     Raises:
         ValueError: no ``solution``; neither ``prompt`` nor ``question``; an empty one; prompts in some rows only, in
@@ -311,7 +322,7 @@ def load_file(
 
 
 def _form_of(prompt: Any, number: int, source: str | Path) -> str:
-    """Return ``text`` or ``messages``. Raises ValueError for a prompt that is neither, or is empty."""
+    """Return the form of a prompt, ``text`` or ``messages``. Raises ValueError if it has neither, or is empty."""
     if isinstance(prompt, str) and prompt.strip():
         return "text"
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and m.get("role") for m in prompt):
@@ -325,7 +336,7 @@ def _form_of(prompt: Any, number: int, source: str | Path) -> str:
 
 
 def _check_made_by(form: PromptTemplate, prompt: Any, number: int, source: str | Path) -> None:
-    """Raise ValueError if an existing prompt does not fit the template asked for, which would then have no effect."""
+    """Raise ValueError if an existing prompt does not fit the template ``form``, which would then have no effect."""
     if isinstance(form, ChatTemplate):
         first = {}
         if isinstance(prompt, list):

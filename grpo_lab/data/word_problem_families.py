@@ -1,13 +1,14 @@
 """The stories behind ``word_problems``: what can happen in each family, and the lines of its worked solution.
 
-A family is an opening move, further moves, and a question. A move is one arithmetic event on a running value ``v``:
+A story is an opening move, further moves, and a question. A family holds those that may follow each other. A move is
+one arithmetic event on a running value ``v``, with an operation ``op``:
 
 * ``+ - * /``: ``v op k``. The opening has its own left operand ``a``: ``a op k``.
 * ``+*`` and ``-*``: a separate product first, then ``v + a*k`` or ``v - a*k``: two steps of the solution.
 
-Slots of a text: ``{a}`` and ``{k}`` are the numbers, ``{name}`` is the main person, ``{before}`` and ``{other}`` are
-the previous and the new person of this move, ``{item}`` is the thing counted. A solution line has ``{calc}``, such as
-``3*4=12``. A move with ``fixed`` always uses that ``k`` ("half", "twice").
+Texts have slots: ``{a}`` and ``{k}`` are the numbers, ``{name}`` is the main person, ``{before}`` and ``{other}`` are
+the previous and the new person of this move, ``{last}`` is the last person of the story, ``{item}`` is the thing
+counted. A line of the solution has ``{calc}``, such as ``3*4=12``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Move:
-    """An arithmetic event: its operation, its sentence in the story, and the solution line of its separate product."""
+    """An arithmetic event of a story.
+
+    Attributes:
+        op: its operation, as the module's docstring lists them.
+        text: its sentence in the story.
+        side_line: for ``+*`` and ``-*``, the line of the solution with the separate product.
+        fixed: the only number ``k`` that fits the sentence ("half", "twice"); None: any.
+    """
 
     op: str
     text: str
@@ -32,8 +40,16 @@ class Move:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of story: the things counted, the solution's line, its openings and further moves, and the question at
-    its end."""
+    """A kind of story.
+
+    Attributes:
+        name: the family's name.
+        items: the things that may be counted; a story has one of them.
+        line: the line of the solution for each move.
+        openings: moves with which a story may begin.
+        moves: moves that may follow.
+        question: the sentence at the end.
+    """
 
     name: str
     items: tuple[str, ...]
@@ -194,8 +210,8 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 
 def all_phrases() -> list[str]:
-    """Return every text that a problem can be made of, with its slots: what a vocabulary for these problems must
-    cover."""
+    """Return every text, slots included, that a problem or its solution can be made of. A vocabulary for these problems
+    must cover them."""
     phrases: list[str] = [*NAMES]
     for family in FAMILIES.values():
         phrases += [*family.items, family.question]

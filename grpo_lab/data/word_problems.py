@@ -6,15 +6,16 @@
     Ann has 24-5=19 stamps.
     #### 19
 
-**Splits are disjoint by construction** (``made``): the hash is of a problem's arithmetic, its family, operations and
-numbers in order. So a test problem is never a training problem with other names in it.
+**Splits are disjoint by construction** (see ``made``). What is hashed is a problem's arithmetic: its family, and its
+operations and numbers in order. So a test problem is never a training problem with other names in it.
 
 **Careless solutions.** With ``misread`` the worked solutions at times take multiplicative events for additive ones ("3
 times as many" for "3 more", "shared among 4" for "less 4", "4 packs of 6" for "4 and 6"). The arithmetic is right and
 the answer wrong, as in unfiltered solutions from elsewhere: a cold start that leaves something for reinforcement
 learning to correct. The column ``solution`` stays the true answer.
 
-**Habits** (`SolutionStyle`): a model after a cold start on them can be used to try rewards of length or language.
+**Habits** (`SolutionStyle`). Worked solutions can repeat lines, mix languages, think first or leave the calculation
+out. A model that a cold start on them gave such a habit can be used to try rewards of length or language.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ if TYPE_CHECKING:
 
 _CALCULATION = re.compile(r"\d+[-+*/]\d+=\d+")
 _MOST_STEPS = 8
+"""Most calculations of a problem."""
 #: Largest number in a problem.
 LARGEST = 100
 
 
 @settings()
 class SolutionStyle:
-    """How worked solutions are written; `word_problems` describes the fields."""
+    """How worked solutions are written. The fields are the arguments of `word_problems` of the same names."""
 
     repeats: Share = 0.0
     mixed: Share = 0.0
@@ -51,10 +53,10 @@ class SolutionStyle:
     blurted: Share = 0.0
 
     def write(self, worked_solution: str, rng: random.Random, hurry: random.Random) -> str:
-        """Return the solution in this style. Lines without a calculation (the answer) stay.
+        """Return ``worked_solution`` in this style. Lines without a calculation, such as the answer, stay as they are.
 
-        ``rng`` draws for each line, ``hurry`` draws whether the answer stands alone. Their draws do not depend on the
-        settings.
+        ``rng`` draws for each line, ``hurry`` draws whether only the answer is written. Both draw the same numbers
+        whatever the style, so that two styles differ in what they are meant to differ in.
         """
         blurted = hurry.random() < self.blurted
         lines = []
@@ -92,7 +94,7 @@ def word_problems(
     steps``.
 
     Args:
-        seed: same arguments, same rows. Other seeds of one split may repeat problems, other splits never do.
+        seed: the same arguments give the same rows. Two seeds of one split may share problems, two splits never do.
         split: ``train``, ``cold_start`` or ``test`` (held out).
         steps: fewest and most calculations of a solution, both included, each number about equally frequent.
         families: names out of ``FAMILIES``; None for all.
@@ -101,7 +103,7 @@ def word_problems(
         misread: chance that ``worked_solution`` misreads a multiplicative event; nothing else depends on it.
         repeats: chance that a line of ``worked_solution`` is written twice.
         mixed: chance that a line is written in Chinese ("现在有 4*6=24 个。": now there are …) instead of English.
-        think: put the lines of ``worked_solution`` between ``<think>`` and ``</think>``, and the answer behind.
+        think: whether the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``, the answer behind.
         blurted: chance that ``worked_solution`` is the answer alone, without its calculation, as most answers in a
             corpus are.
         system_prompt: system turn, for template ``chat`` alone.
@@ -129,7 +131,8 @@ def iter_word_problems(
     largest: int = LARGEST,
     misread: float = 0.0,
 ) -> Iterator[WordProblem]:
-    """Yield the problems of ``word_problems``, no question twice; end when no new one turns up."""
+    """Yield the problems of ``word_problems``, whose arguments these are, no question twice. End when no new one turns
+    up (``made.different``). Raises ValueError for an argument out of range."""
     checked_split(split)
     checked_range("steps", steps, 1, _MOST_STEPS)
     if largest < 10:
@@ -159,13 +162,24 @@ def iter_word_problems(
     return different(draw, split, lambda question: split)
 
 
-# What a careless reader makes of multiplicative events: adds for times, takes away for shares, forgets "each".
 MISREADING = {"*": "+", "/": "-", "+*": "+", "-*": "-"}
+"""Multiplicative operation → what a careless reader makes of it: adds for times, takes away for shares, forgets "each".
+"""
 
 
 @dataclass(frozen=True)
 class WordProblem:
-    """A problem: its question, its solution line by line, and its answer, a whole number as text."""
+    """A word problem.
+
+    Attributes:
+        question: the story and its question.
+        worked_solution: a line for each calculation, and ``#### answer``; its answer may be wrong (``misread``).
+        solution: the true answer, a whole number as text.
+        family: name of the story's family.
+        steps: number of calculations.
+        arithmetic: the family, and the operations with their numbers in order. Problems that differ only in names and
+            things have the same.
+    """
 
     question: str
     worked_solution: str
@@ -173,13 +187,20 @@ class WordProblem:
     family: str
     steps: int
     arithmetic: str
-    """Canonical form of the calculation: the family, and the operations with their numbers in order. Re-told problems
-    have the same form."""
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """A story before it is written: its people, its moves with their numbers, and the final value."""
+    """A story before it is written.
+
+    Attributes:
+        family: its family.
+        people: names; the first is the main person, each move brings the next one.
+        item: the thing that is counted.
+        moves: the moves in order, each with its numbers ``(a, k)``.
+        steps: number of calculations.
+        value: the running value at the end, which is the answer.
+    """
 
     family: Family
     people: list[str]
@@ -190,10 +211,11 @@ class _Draft:
 
     @property
     def arithmetic(self) -> str:
+        """The text of which the hash decides the split (``WordProblem.arithmetic``)."""
         return f"{self.family.name}:" + " ".join(f"{a}{move.op}{k}" for move, (a, k) in self.moves)
 
     def write(self, misread: Sequence[bool]) -> WordProblem:
-        """Write the problem. ``misread``: for each move, whether the writer of the solution misreads it."""
+        """Return the problem in words. ``misread``: for each move, whether the worked solution misreads it."""
         right = [move.op for move, _ in self.moves]
         lines, answer = self._solve([MISREADING[op] if wrong else op for op, wrong in zip(right, misread, strict=True)])
         if answer is None:  # the misread numbers lead to nothing whole and positive: this one was read with care
@@ -210,6 +232,7 @@ class _Draft:
         )
 
     def _slots(self, turn: int) -> dict[str, str]:
+        """Return what fills the slots of the texts of move number ``turn``."""
         a, k = self.moves[turn][1]
         before = self.people[turn]
         new = self.people[turn + 1]
@@ -217,8 +240,8 @@ class _Draft:
         return who | {"a": str(a), "k": str(k)}
 
     def _solve(self, operations: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return solution lines and final value with these operations; the value is None if any is not whole and
-        positive."""
+        """Return the lines of the solution, and the final value, with ``operations`` in place of the moves' own. The
+        value is None if it, or one on the way, is not whole and positive."""
         lines: list[str] = []
         value: int | None = None
         for turn, ((move, (left, right)), operation) in enumerate(zip(self.moves, operations, strict=True)):
@@ -236,7 +259,8 @@ class _Draft:
 
 
 def _draft(rng: random.Random, family: Family, steps: int, largest: int) -> _Draft | None:
-    """Draft a story with exactly ``steps`` calculations; return None if no numbers fit the next move."""
+    """Draw a story with exactly ``steps`` calculations and no number above ``largest``; None if it came to a move that
+    no numbers fit."""
     people = rng.sample(NAMES, steps + 1)
     item = rng.choice(family.items)
     moves: list[tuple[Move, tuple[int, int]]] = []
@@ -258,9 +282,11 @@ def _draft(rng: random.Random, family: Family, steps: int, largest: int) -> _Dra
 
 
 def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) -> tuple[int, int] | None:
-    """Draw operands ``(a, k)`` that keep every result whole, positive and at most ``largest``; None if there are none.
+    """Draw the numbers ``(a, k)`` of a move so that every result is whole, positive and at most ``largest``; None if
+    there are none.
 
-    ``a`` is the left operand of an opening and the first factor of a separate product; elsewhere it is not used.
+    ``value``: the running value before the move, None for an opening. ``a`` is the left operand of an opening, or the
+    first factor of a separate product; another move does not use it.
     """
     if move.steps == 2:
         assert value is not None
@@ -284,7 +310,8 @@ def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) ->
 
 @functools.lru_cache(maxsize=65536)
 def _right_operands(op: str, fixed: int | None, left: int, largest: int) -> list[int]:
-    """Return all ``k`` that the operation allows after ``left``."""
+    """Return all right operands from 2 on that keep ``left op k`` whole, positive, and within bounds that depend on
+    ``largest``; with ``fixed`` at most that number."""
     most = {
         "+": min(largest - left, largest * 2 // 5),
         "-": left - 1,
@@ -295,6 +322,7 @@ def _right_operands(op: str, fixed: int | None, left: int, largest: int) -> list
 
 
 def _result(left: int, operation: str, right: int) -> int | None:
+    """Return ``left operation right``; None if that is not whole and positive."""
     if operation == "/":
         if left % right == 0:
             return left // right

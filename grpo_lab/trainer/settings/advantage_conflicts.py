@@ -8,7 +8,7 @@ from typing import Any
 from grpo_lab.advantages import reads_token_energy, reads_values, takes_penalty
 from grpo_lab.trainer.settings.limits import kept_by_engine
 
-#: (function that returns whether a ``conflicts.Case`` holds the conflict, message).
+#: Rows (condition on a ``conflicts.Case``, message), as ``conflicts.Conflict`` describes them.
 OF_RULES: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (
         lambda c: c.ours.value is not None and not reads_values(c.algorithm.advantage),

@@ -1,6 +1,8 @@
 """TRL's settings and ours kept from contradicting each other: what one of ours says is written into TRL's field.
 
-Whatever reads TRL's fields (model card, logs, a saved record) then reads the truth.
+Whatever reads TRL's fields (model card, logs, a saved record) then reads the truth. With ``objective: dr_grpo``, for
+example, ``loss_type`` becomes ``dr_grpo`` and ``scale_rewards`` becomes ``none``. For an objective that TRL does not
+have ``loss_type`` gets a name that TRL refuses to compute (``limits.NOT_TRLS``).
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from grpo_lab.trainer.settings.parse import LabSettings, ObjectiveSettings
 
 
 def _loss_type(chosen: ObjectiveSettings, by_task: bool) -> str:
-    """Return TRL's ``loss_type`` for an objective of ours: TRL's name for the same loss, or a name that TRL refuses.
-    ``by_task``: tasks have losses of their own."""
+    """Return the ``loss_type`` to write for an objective of ours: TRL's name if TRL has the same loss, else a name that
+    TRL refuses. ``by_task``: whether tasks have losses of their own."""
     name = chosen.name or "grpo"
     row = preset(name)
     own = [
@@ -33,8 +35,8 @@ def _loss_type(chosen: ObjectiveSettings, by_task: bool) -> str:
 
 
 def _said_of_advantages(rule: Any) -> dict[str, tuple[Any, str, Any]]:
-    """Return what an advantage rule fixes of TRL's fields. ``gdpo`` leaves ``scale_rewards``, which TRL does not read
-    then."""
+    """Return the TRL fields that an advantage rule fixes, in the form of ``_said_of``. ``gdpo`` does not fix
+    ``scale_rewards``, since TRL does not read it where each reward is normalised on its own."""
     if rule == "gdpo":
         return {"multi_objective_aggregation": (knobs.APART, "advantage", rule)}
     summed = ("sum_then_normalize", "advantage", rule)
@@ -42,7 +44,8 @@ def _said_of_advantages(rule: Any) -> dict[str, tuple[Any, str, Any]]:
 
 
 def _said_of(args: Any, ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
-    """Return, for each TRL field that our settings fix: (its value, our setting, that setting's value)."""
+    """Return the TRL fields that our settings fix, each with (the value that it must have, our setting that says so,
+    that setting's value). A value of None: TRL has nothing that means the same."""
     chosen = ours.objective
     if chosen is None:
         rule = None
@@ -69,8 +72,8 @@ def _said_of(args: Any, ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
 
 
 def agree_with_trl(args: Any, ours: LabSettings) -> None:
-    """Check TRL's settings against ours, then write ours into TRL's fields. Raises ValueError, which names both
-    settings, if one of TRL's contradicts ours or has no effect beside them."""
+    """Check TRL's settings in ``args`` against ours, then write into TRL's fields what ours say. Raises ValueError,
+    which names both settings, if a field that the user set contradicts a setting of ours."""
     chosen = ours.objective
     said = _said_of(args, ours)
     loss_type = None
@@ -96,7 +99,8 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
 
 
 def knobs_in_force(args: Any, algorithm: Algorithm) -> None:
-    """Set TRL's flat settings to the surrogate's knobs; a team's surrogate may have defaults of its own."""
+    """Write the knobs of the surrogate in force into the TRL fields of the same meaning (``epsilon``, …): they may
+    differ from TRL's defaults, since a paper or a team's surrogate can have defaults of its own."""
     if algorithm.objective is None:
         return
     surrogate = algorithm.objective.surrogate
@@ -105,7 +109,7 @@ def knobs_in_force(args: Any, algorithm: Algorithm) -> None:
 
 
 def _scaling(rule: Any) -> str:
-    """Return the ``scale_rewards`` of TRL that divides as an advantage rule does."""
+    """Return the ``scale_rewards`` by which TRL divides as an advantage rule does; ``none`` for a rule of a team."""
     if isinstance(rule, str):
         return {**TRL_SCALING, "process": "group"}.get(rule, "none")
     return "none"

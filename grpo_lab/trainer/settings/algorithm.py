@@ -1,8 +1,9 @@
 """The algorithm in force, made from the configuration: an advantage rule and an objective, or TRL's own loss.
 
-The mappings ``objective``, ``advantage`` and ``kl`` of ``LabConfig`` take precedence over TRL's flat settings
-(``loss_type``, ``scale_rewards``, …), which are mapped to our parts if we have the same. TRL's fields are rewritten to
-agree with ours (``agree``).
+With ``objective`` the mappings of ``LabConfig`` say what the algorithm is. Without it TRL's flat settings do
+(``loss_type``, ``scale_rewards``, …): they are mapped to our parts, or left to TRL's own loss where we have no such
+part (``Algorithm.left_to_trl``). ``advantage`` and ``kl`` count in both cases. TRL's fields are rewritten to agree with
+ours (``agree``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from grpo_lab.trainer.settings.parse import AdvantageSettings, KLSettings, LabSe
 from grpo_lab.trainer.settings.tasks import mixed
 from grpo_lab.trainer.trl_bridge import teams
 
-#: TRL's loss_type → aggregation, for the losses that we have as presets of the same names.
+#: TRL's loss_type → our aggregation that averages alike, for the losses that we have as presets of the same names.
 LOSS_TYPES: dict[str, str] = {
     "grpo": "sequence_mean",
     "dr_grpo": "fixed_budget",
@@ -48,15 +49,15 @@ LOSS_TYPES: dict[str, str] = {
     "luspo": "sequence_sum",
     "vespo": "token_mean",
 }
-#: Preset → (TRL's loss_type, importance_sampling_level) with the same meaning. ``reinforce`` has no counterpart.
+#: Preset → the ``loss_type`` and ``importance_sampling_level`` of TRL that mean the same. Others have no counterpart.
 TRL_EQUIVALENT: dict[str, tuple[str, str]] = {
     **{name: (name, "token") for name in LOSS_TYPES},
     "gspo": ("grpo", "sequence"),
     "luspo": ("luspo", "sequence"),
 }
-#: Advantage rule → TRL's scale_rewards.
+#: Advantage rule → the ``scale_rewards`` of TRL that means the same.
 TRL_SCALING: dict[str, str] = {"group_zscore": "group", "group_mean": "none", "batch_zscore": "batch"}
-#: Method that a subclass may override → part of the algorithm that it replaces or changes.
+#: Method that a team may override → the part of the algorithm, as in ``Algorithm.names``, that it replaces or changes.
 HOOKS: dict[str, str] = {
     "_calculate_rewards": "rewards",
     "compute_advantages": "advantage",
@@ -79,12 +80,13 @@ class Algorithm:
     """The algorithm that the trainer runs.
 
     Attributes:
-        objective: ``None`` for TRL's own loss.
-        advantage: the advantage rule; ``None`` for TRL's ``scale_rewards``.
-        left_to_trl: why the loss is TRL's own.
-        names: what each part is called, for logs, the model card and ``--dry-run``.
-        value: settings of the critic.
-        correction: what ``correction`` asks for; ``None``: TRL's fields decide (``correction_in_force``).
+        objective: surrogate, aggregation, ratio level, KL, gates and entropy bonus; ``None`` if the loss is TRL's own.
+        advantage: the advantage rule; ``None`` if TRL makes the advantages, by ``scale_rewards``.
+        left_to_trl: the setting because of which the loss is TRL's own; ``None`` if it is ours.
+        names: what each part is called, for logs, the model card and ``--dry-run``: part → name.
+        value: settings of the critic; ``None`` without one.
+        correction: the sampler correction that the setting ``correction`` asks for; ``None`` if that is not set, so
+            that TRL's fields decide (``correction_in_force``).
     """
 
     objective: Objective | None
@@ -95,15 +97,15 @@ class Algorithm:
     correction: Correction | None = None
 
     def describe(self) -> str:
-        """Return the parts in force, and the hooks that replace them, in one line."""
+        """Return the names of all parts in one line and, if the loss is TRL's own, the reason."""
         parts = ", ".join(f"{key}={value}" for key, value in self.names.items())
         if self.objective is not None:
             return parts
         return f"TRL's own loss ({self.left_to_trl}): {parts}"
 
     def with_hooks(self, trainer: Any) -> Algorithm:
-        """Return the algorithm with ``names`` that also show which methods of ``trainer``, or of its class, a team has
-        replaced."""
+        """Return the algorithm with ``names`` that also show which methods of ``trainer`` a team has overridden, in a
+        subclass or on the object (``HOOKS``)."""
         names = dict(self.names)
         for hook, part in HOOKS.items():
             home = teams(trainer, hook)
@@ -114,7 +116,8 @@ class Algorithm:
 
 
 def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
-    """Build the algorithm that ``args`` (flat TRL settings) and ``settings`` (our mappings) define."""
+    """Build the algorithm that ``args`` (the configuration with TRL's flat settings) and ``settings`` (our mappings in
+    it, parsed) define. Raises ValueError for unknown names and knobs, and for settings that contradict each other."""
     if settings.objective is None:
         found = _from_trl(args, settings)
     else:
@@ -127,7 +130,8 @@ def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
 
 
 def _mixture(args: Any, whole: Algorithm, settings: LabSettings) -> Algorithm:
-    """Return the algorithm of all ``tasks``; ``whole``, the run's, without them."""
+    """Return the algorithm of a run with ``tasks``, in which some tasks have parts of their own; ``whole``, the run's
+    algorithm, if there are no tasks."""
     if not settings.tasks:
         return whole
     apart = {name: _of_task(name, settings) for name, task in settings.tasks.items() if task.has_own_rule}
@@ -137,8 +141,8 @@ def _mixture(args: Any, whole: Algorithm, settings: LabSettings) -> Algorithm:
 
 
 def _without_the_runs_own(args: Any, settings: LabSettings) -> Any:
-    """Return TRL's settings without what the run's ``objective`` and ``advantage`` wrote into them (``agree``): a task
-    with an objective of its own does not inherit their knobs."""
+    """Return a copy of the configuration without what the run's ``objective`` and ``advantage`` wrote into TRL's fields
+    (``agree``), since a task with an objective of its own does not inherit the run's knobs."""
     chosen = settings.objective
     assert chosen is not None  # a mixture has one
     plain = copy.copy(args)
@@ -153,7 +157,7 @@ def _without_the_runs_own(args: Any, settings: LabSettings) -> Any:
 
 
 def _of_task(name: str, settings: LabSettings) -> LabSettings:
-    """Return the run's settings with the objective and the advantage rule of one of its ``tasks``."""
+    """Return the run's settings with the objective and the advantage rule of the task ``name`` in place of its own."""
     task = settings.tasks[name]
     objective = settings.objective
     advantage = settings.advantage
@@ -166,6 +170,7 @@ def _of_task(name: str, settings: LabSettings) -> LabSettings:
 
 
 def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> Algorithm:
+    """Build the algorithm of the setting ``objective`` (``chosen``) and the mappings beside it, in ``settings``."""
     if chosen.name == "":
         raise ValueError(
             f"`objective` is '', an empty name; it must be one of {sorted(PRESETS)}, or left out for TRL's own settings"
@@ -196,8 +201,11 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
 
 
 def _with_discounts(rule: Any, value: ValueSettings | None, written: dict[str, Any]) -> Any:
-    """Return the rule with ``value.gamma`` and ``value.lam``. Raises ValueError if it has no such field, or if
-    ``written``, the knobs beside its name, hold another number."""
+    """Return the advantage rule with the discounts ``value.gamma`` and ``value.lam``, if these are set.
+
+    Raises ValueError if the rule has no such field, or if ``written``, the knobs that the user gave the rule, hold
+    another number.
+    """
     for name in ("gamma", "lam"):
         number = None
         if value is not None:
@@ -216,6 +224,7 @@ def _with_discounts(rule: Any, value: ValueSettings | None, written: dict[str, A
 
 
 def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
+    """Build the algorithm of TRL's flat settings, of our parts if these mean the same, else with TRL's own loss."""
     rule = knobs.advantage_from(settings.advantage, None)
     if rule and settings.advantage:
         named = in_words(rule, settings.advantage.name)
@@ -236,6 +245,7 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
 
 
 def _names(objective: Objective, advantage: str) -> dict[str, str]:
+    """Return what the parts of an objective, and an advantage rule, are called (``Algorithm.names``)."""
     own = knobs.knobs_in_words(objective.surrogate)
     kl = objective.kl
     said = "none"
@@ -261,7 +271,8 @@ def _names(objective: Objective, advantage: str) -> dict[str, str]:
 
 
 def _gates(args: Any) -> tuple[Gate, ...]:
-    """Return the gates that TRL's flat settings ask for, in TRL's order."""
+    """Return the gates (parts that drop tokens from the loss) that TRL's flat settings ask for, in the order in which
+    TRL applies them."""
     found: list[Gate] = []
     if args.off_policy_mask_threshold is not None:
         found.append(OffPolicyMask(float(args.off_policy_mask_threshold)))
@@ -271,7 +282,7 @@ def _gates(args: Any) -> tuple[Gate, ...]:
 
 
 def entropy_bonus(args: Any) -> EntropyBonus | None:
-    """Return the bonus that TRL's ``entropy_coef`` and ``use_adaptive_entropy`` ask for."""
+    """Return the entropy bonus that TRL's ``entropy_coef`` and ``use_adaptive_entropy`` ask for; None without one."""
     if args.use_adaptive_entropy:
         bounds = (args.entropy_coef_min, args.entropy_coef_max)
         return EntropyBonus(args.entropy_coef, AdaptiveEntropy(args.entropy_target, args.entropy_coef_delta, *bounds))
@@ -281,7 +292,7 @@ def entropy_bonus(args: Any) -> EntropyBonus | None:
 
 
 def _why_trl(args: Any) -> str | None:
-    """Return the first TRL setting that only TRL's own loss honours, or ``None``."""
+    """Return the first TRL setting that only TRL's own loss can honour; None if ours computes the same."""
     if args.loss_type not in LOSS_TYPES:
         return f"loss_type={args.loss_type!r}"
     end = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
@@ -292,6 +303,10 @@ def _why_trl(args: Any) -> str | None:
 
 
 def _kl_term(args: Any, chosen: KLSettings | None, per: str) -> KLTerm | None:
+    """Return the KL term that ``kl`` (``chosen``) or else TRL's ``beta`` asks for; None without one.
+
+    ``per``: what a KL in the reward is charged to, a ``sequence`` or a ``token``, if ``kl.per`` does not say.
+    """
     if chosen is None:
         if args.beta == 0.0:
             return None
@@ -314,6 +329,7 @@ def _kl_term(args: Any, chosen: KLSettings | None, per: str) -> KLTerm | None:
 
 
 def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:
+    """Return the ratio's ``level`` if it is allowed; else raise ValueError, which names the setting."""
     if level not in allowed:
         raise ValueError(f"`{setting}` is {level!r}; it must be one of {allowed}")
     return level

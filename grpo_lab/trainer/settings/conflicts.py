@@ -1,6 +1,7 @@
 """Settings that cannot be combined, one row each: (condition, the message that names them).
 
-``BEFORE`` is checked on the settings as written, ``AFTER`` also on the algorithm that they make.
+``LabConfig.agree`` checks ``BEFORE`` (and ``AHEAD``, ``TURNS``, ``tasks.CONFLICTS``) on the settings as written, and
+``AFTER`` once it has built the algorithm that they make.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from grpo_lab.trainer.settings.sampling_conflicts import OF_SAMPLING
 
 @dataclass(frozen=True)
 class Case:
-    """What a conflict is looked for in: TRL's fields, our settings, and the algorithm that they make (``None`` in
-    ``BEFORE``)."""
+    """What conditions look at.
+
+    Attributes:
+        args: the configuration, with TRL's fields.
+        ours: our settings in it, parsed.
+        algorithm: the algorithm that they make; ``None`` for ``BEFORE``.
+    """
 
     args: Any
     ours: LabSettings
@@ -36,12 +42,12 @@ class Case:
 
     @property
     def ahead(self) -> str | None:
-        """The setting that lets the run train on completions of an earlier policy; None without one."""
+        """``overlap`` or ``cut_after``, whichever lets the run train on completions of an earlier policy; else None."""
         return self.ours.rollout.earlier_policy
 
     @property
     def corrects(self) -> bool:
-        """Return whether an engine's log-probs are corrected for."""
+        """Whether TRL's setting asks for a correction by the engine's log-probs."""
         return bool(self.args.use_vllm and self.args.vllm_importance_sampling_correction)
 
     @property
@@ -56,7 +62,7 @@ class Case:
 
     @property
     def fresh_reference(self) -> bool:
-        """Return whether the reference equals the policy whenever a batch is generated."""
+        """Whether ``reference_every`` makes the reference equal to the policy whenever a batch is generated."""
         every = self.args.reference_every
         if not isinstance(every, int):
             return every is not None
@@ -65,8 +71,8 @@ class Case:
         return self.updates % every == 0
 
 
-#: (condition, message): there is a conflict if the condition returns anything but None and False (``found``). The
-#: message is formatted with the fields of the case, ``case`` and ``found``
+#: (condition, message). There is a conflict if the condition returns something else than None and False. The message is
+#: a format string; ``found`` in it is what the condition returned, ``case`` the ``Case``, further names are its fields.
 Conflict = tuple[Callable[[Case], Any], str]
 
 
@@ -79,6 +85,7 @@ def refuse(rows: Iterable[Conflict], case: Case) -> None:
 
 
 def _first(names: Iterable[str], among: Any) -> str | None:
+    """Return the first of ``names`` that is a key of ``among`` (a mapping or None); else None."""
     return next((name for name in names if name in (among or ())), None)
 
 
@@ -93,7 +100,9 @@ _PHASE = (
     "repetition_detection",
     "max_time",
 )
-"""Sampling settings of either engine that would end a phase of thinking or answering, or a segment of a completion."""
+"""Sampling settings of transformers or vLLM that would end a phase of thinking or answering, or a segment of a
+completion."""
+#: Conflicts of both ``rollout.overlap`` and ``rollout.cut_after``.
 EARLIER_POLICY: tuple[Conflict, ...] = (
     (
         lambda c: not c.args.vllm_importance_sampling_correction,
@@ -186,7 +195,7 @@ CUT_AFTER: tuple[Conflict, ...] = (
 )
 
 AHEAD: dict[str | None, tuple[Conflict, ...]] = {None: (), "overlap": OVERLAP, "cut_after": CUT_AFTER}
-"""Conflicts that are checked if ``rollout.overlap`` or ``rollout.cut_after`` is set."""
+"""Conflicts that are checked if ``rollout.overlap`` or ``rollout.cut_after`` is set, by that name (``Case.ahead``)."""
 
 BEFORE: tuple[Conflict, ...] = (
     (
@@ -322,8 +331,8 @@ AFTER: tuple[Conflict, ...] = (
 
 
 def refuse_sampling_keys(args: Any) -> None:
-    """Raise ValueError for a key of ``generation_kwargs`` that is ignored, contradicts a setting, or changes what TRL
-    reads."""
+    """Raise ValueError for a key of ``generation_kwargs`` that the engine ignores, that contradicts a setting, or that
+    makes TRL take whole completions for truncated ones, which it is to mask."""
     extra = args.generation_kwargs or {}
     refuse_keys(extra, args.vllm_mode if args.use_vllm else "transformers")
     alike = {"temperature": args.temperature}

@@ -1,5 +1,9 @@
-"""The sampler correction in force: from ``correction``, or from TRL's ``vllm_importance_sampling_*``. These are one
-setting: TRL's four modes are four corrections, and their bounds are ``low`` and ``high``."""
+"""The sampler correction in force: from ``correction``, or from TRL's ``vllm_importance_sampling_*``.
+
+A correction weighs the loss of tokens that another policy sampled than the one before the update. Our setting and TRL's
+say the same thing: TRL's four modes are four of our corrections, and TRL's bounds are their knobs ``low`` and ``high``.
+``LabConfig.agree`` calls ``agree_on_correction`` and ``check_correction``; the trainer calls the other functions.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from grpo_lab.trainer.trl_bridge import teams
 
 ON = "vllm_importance_sampling_correction"
 MODE = "vllm_importance_sampling_mode"
-#: Methods in which a team's class may sample.
+#: Methods in which a team's subclass may sample by itself, and so bring the sampler's log-probs.
 SAMPLES = ("_generate_single_turn", "_generate", "_generate_and_score_completions")
 
 
 def trls_correction(owner: Any) -> Correction:
-    """Return the correction that TRL's fields of ``owner``, a configuration or a trainer, describe."""
+    """Return the correction that TRL's fields describe. ``owner``: the configuration or the trainer that has them."""
     mode = getattr(owner, MODE)
     part = CORRECTIONS[mode]
     made: Correction = part(**{knob: getattr(owner, name) for knob, name in knobs.SAMPLER_BOUNDS.items()})
@@ -28,13 +32,14 @@ def trls_correction(owner: Any) -> Correction:
 
 
 def is_trls(correction: Correction | None) -> bool:
-    """Return whether TRL computes the same correction."""
+    """Return whether ``correction`` is one of TRL's four."""
     return type(correction) in TRLS_MODES
 
 
 def agree_on_correction(args: Any, ours: LabSettings) -> None:
-    """Check TRL's fields against ``correction`` and write it into them. Raises ValueError, which names both settings,
-    if one of TRL's contradicts it or has no effect beside it."""
+    """Check TRL's fields in ``args`` against our setting ``correction``, then write into them what it says. Without
+    ``correction`` they stay. Raises ValueError, which names both settings, if a field that the user set contradicts
+    ``correction`` or has no effect beside it."""
     chosen = ours.correction
     if chosen is None and getattr(args, MODE).startswith(NOT_TRLS):
         raise ValueError(
@@ -68,7 +73,8 @@ def agree_on_correction(args: Any, ours: LabSettings) -> None:
 
 
 def check_correction(args: Any, algorithm: Algorithm) -> None:
-    """Raise ValueError if the correction in force does not suit the loss in force."""
+    """Raise ValueError if the correction does not suit the loss: TRL's loss cannot apply it, the objective takes its
+    ratio against the sampler already, or weights per token meet an objective about whole responses."""
     correction = algorithm.correction
     asked = correction is not None
     if correction is None and args.use_vllm and getattr(args, ON):
@@ -95,8 +101,8 @@ def check_correction(args: Any, algorithm: Algorithm) -> None:
 
 
 def correction_in_force(trainer: Any) -> Correction | None:
-    """Return the correction that weighs a trainer's completions: the one that ``correction`` asks for; else TRL's, if
-    an engine samples; else None."""
+    """Return the correction that weighs a trainer's completions: that of our setting ``correction``; else that of TRL's
+    fields, if vLLM samples and they switch it on; else None."""
     asked: Correction | None = trainer.algorithm.correction
     if asked is not None:
         return asked
@@ -106,8 +112,8 @@ def correction_in_force(trainer: Any) -> Correction | None:
 
 
 def take_over_correction(trainer: Any) -> None:
-    """Keep TRL from weighing completions by itself where ``correction`` is none of its own. Raises ValueError if
-    nothing in the run can bring the log-probs of the sampler."""
+    """Switch TRL's own correction off if the setting ``correction`` asks for one that TRL does not have. Raises
+    ValueError if nothing in the run can bring the log-probs of the sampler."""
     asked = trainer.algorithm.correction
     if asked is None:
         return

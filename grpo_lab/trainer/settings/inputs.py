@@ -1,5 +1,9 @@
 """Check the constructor's inputs before a model is loaded; errors say what was found, what is allowed and which
-setting."""
+setting.
+
+Most functions raise ValueError, and return nothing. ``shared_names``, ``uneven_evaluation`` and
+``check_prompt_lengths`` return a warning as text, or None.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ from grpo_lab.trainer.trl_bridge.rewards import reward_name
 def check_inputs(
     model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, environment_factory: Any, rollout_func: Any
 ) -> None:
-    """Raise ValueError for bad arguments of the constructor; TRL's own checks follow. A reward must find the columns
-    that it says it reads, unless there is a rollout function, which may bring columns of its own."""
+    """Raise ValueError if an argument of the trainer's constructor is bad: the model, a data set, or a reward whose
+    ``columns`` the training rows lack (a ``rollout_func`` may bring columns of its own). TRL's own checks follow."""
     check_model(model)
     needs_prompt = environment_factory is None  # an environment can supply the prompt
     if train_dataset is not None:
@@ -48,7 +52,8 @@ def check_inputs(
 
 
 def check_model(model: Any) -> None:
-    """Check that a model path is a local folder with a config, or a hub name that can be reached."""
+    """Raise ValueError if ``model`` is text and neither a folder that holds a model nor a hub name; offline the hub
+    name must be in the cache."""
     if not isinstance(model, (str, os.PathLike)):
         return
     name = check_place(str(model), "model")
@@ -62,6 +67,7 @@ def check_model(model: Any) -> None:
 
 
 def check_dataset(dataset: Any, setting: str, needs_prompt: bool) -> None:
+    """Raise ValueError if ``dataset`` is no data set, is empty or, with ``needs_prompt``, has no column ``prompt``."""
     if isinstance(dataset, Dataset):
         if len(dataset) == 0:
             raise ValueError(f"`{setting}` is empty; it needs at least one row")
@@ -72,9 +78,12 @@ def check_dataset(dataset: Any, setting: str, needs_prompt: bool) -> None:
 
 
 def check_conversations(turns: str | None, several: dict[str, Any]) -> None:
-    """Raise ValueError if prompts are texts although completions are made in ``turns`` (``tools``,
-    ``environment_factory``). TRL calls tools and environments only in conversations, and fails over a text after it was
-    generated. ``several`` are data sets by setting; streamed ones are not read."""
+    """Raise ValueError if completions are made in turns, and the prompts are texts. TRL calls tools and environments
+    only in conversations; with a text it fails once the completion is made.
+
+    ``turns``: the setting by which completions are made in turns (``turns_of``); ``several``: data sets, by the setting
+    that names them. Streamed data sets are not looked at.
+    """
     for setting, rows in several.items():
         known = turns is not None and isinstance(rows, Dataset) and "prompt" in rows.column_names and len(rows) > 0
         if known and isinstance(rows[0]["prompt"], str):
@@ -86,7 +95,7 @@ def check_conversations(turns: str | None, several: dict[str, Any]) -> None:
 
 
 def turns_of(tools: Any, environment_factory: Any) -> str | None:
-    """Return the setting by which completions are made in several turns, or None."""
+    """Return the name of the setting by which completions are made in several turns; None if they have one turn."""
     if tools:
         return "tools"
     if environment_factory is not None:
@@ -95,15 +104,16 @@ def turns_of(tools: Any, environment_factory: Any) -> str | None:
 
 
 def check_weights(weights: Any, rewards: list[Any]) -> None:
-    """Raise ValueError if the numbers of weights and rewards differ; TRL's own error does not name the rewards."""
+    """Raise ValueError if there are not as many ``weights`` as ``rewards``; TRL's own error does not name the rewards.
+    """
     if len(weights) != len(rewards):
         names = [reward_name(one) for one in rewards]
         raise ValueError(f"`reward_weights` has {len(weights)} entries, and there are {len(rewards)} rewards: {names}")
 
 
 def check_hooks(cls: type, algorithm: Any, base: type) -> None:
-    """Raise ValueError for a method that would never be called: ``token_loss`` beside TRL's loss, or a
-    ``_compute_loss`` of a class that comes after ours among the bases."""
+    """Raise ValueError if the trainer's class ``cls`` has a method that would never be called: a ``token_loss``
+    although the loss is TRL's, or a ``_compute_loss`` in a class that comes after ours (``base``) among its bases."""
     hook = teams(cls, "token_loss")
     if algorithm.objective is None and hook is not None:
         raise ValueError(
@@ -120,8 +130,8 @@ def check_hooks(cls: type, algorithm: Any, base: type) -> None:
 
 
 def check_loss_type(cls: type, args: Any, algorithm: Any) -> None:
-    """Raise ValueError for a ``loss_type`` that TRL would refuse at its first loss, unless a team's method computes the
-    loss."""
+    """Raise ValueError for an unknown ``loss_type``, which TRL refuses only when it first computes the loss. One that a
+    team's own loss may read is let through."""
     own = teams(cls, "_compute_loss") or teams(cls, "compute_loss")
     if algorithm.objective is None and args.loss_type not in LOSS_TYPES and own is None:
         ours = ""
@@ -131,8 +141,8 @@ def check_loss_type(cls: type, args: Any, algorithm: Any) -> None:
 
 
 def check_requires(trainer: Any) -> None:
-    """Raise ValueError if a group reward requires values that no completion reward of this run, by its name, computes.
-    (Its own ``sources`` may compute them, too.)"""
+    """Raise ValueError if a group reward ``requires`` the values of a reward that is not in this run. That must be the
+    name of a completion reward of the run, or of one of the group reward's own ``sources``."""
     rewards = list(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
     known = sorted(name for name, reward in rewards if scope_of(reward) == "completion")
     for name, reward in rewards:
@@ -145,7 +155,7 @@ def check_requires(trainer: Any) -> None:
 
 
 def shared_names(names: list[str]) -> str | None:
-    """Return a warning if several rewards have one name, since TRL logs one entry per name; else None."""
+    """Return a warning if several rewards have the same name, since TRL logs one entry per name; else None."""
     name = min((name for name in names if names.count(name) > 1), default=None)
     if name is None:
         return None
@@ -157,8 +167,8 @@ def shared_names(names: list[str]) -> str | None:
 
 
 def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | None:
-    """Return a warning if an evaluation's last batch is not full, since logged means are then not means over the rows;
-    else None."""
+    """Return a warning if the last batch of an evaluation is not full, since TRL's logged means are then no means over
+    the rows; else None. ``group_size``: completions per prompt in the evaluation."""
     if isinstance(eval_dataset, dict):
         several = [*eval_dataset.values()]
     else:
@@ -180,15 +190,16 @@ def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | No
 
 
 def completion_limit(args: Any) -> int | None:
-    """Return the length limit of a completion in tokens: ``max_completion_length``, else that of ``generation_kwargs``,
-    else None."""
+    """Return the largest length of a completion in tokens: ``max_completion_length``, else the limit in
+    ``generation_kwargs``, else None."""
     written = args.generation_kwargs or {}
     limits = (args.max_completion_length, written.get("max_new_tokens"), written.get("max_tokens"))
     return next((limit for limit in limits if limit is not None), None)
 
 
 def check_budget(objective: Any, max_completion_length: int | None) -> None:
-    """Raise ValueError if ``max_completion_length`` is None and the aggregation divides by it (as Dr.GRPO's does)."""
+    """Raise ValueError if ``max_completion_length`` is None although the aggregation divides by it, as Dr.GRPO's does.
+    Whether it does is tried out, with NaN for that number."""
     if max_completion_length is not None or objective is None:
         return
     one = torch.ones(1, 1, dtype=torch.float64)
@@ -203,11 +214,19 @@ def check_budget(objective: Any, max_completion_length: int | None) -> None:
 def check_prompt_lengths(
     lengths: list[int], config: Any, max_completion_length: int | None, limit: int | None = None
 ) -> str | None:
-    """Check that prompts of ``lengths`` tokens leave room for a completion (``None``: of one token) in the context:
-    that of the model, or the smaller one that the engine was given (``limit``, ``vllm_max_model_length``).
+    """Check that prompts leave room for a completion in the context.
 
-    Returns a warning if the longest prompt fits, but not with ``max_completion_length`` tokens after it. Raises
-    ValueError if a prompt fills the context.
+    Args:
+        lengths: numbers of tokens of the prompts.
+        config: the model's configuration, which says its context.
+        max_completion_length: largest length of a completion, in tokens; None: one token must have room.
+        limit: the engine's context (``vllm_max_model_length``), which counts if it is smaller; None: as the model's.
+
+    Returns:
+        a warning if the longest prompt fits, but not with ``max_completion_length`` tokens after it; else None.
+
+    Raises:
+        ValueError: a prompt fills the context.
     """
     known = context_of_config(config), "`max_position_embeddings` of the model"
     found = [(tokens, name) for tokens, name in (known, (limit, "`vllm_max_model_length`")) if tokens]
@@ -231,8 +250,8 @@ def check_prompt_lengths(
 
 
 def check_critic(value: ValueSettings | None, own_loss: str | None, optimizers: Any) -> None:
-    """Raise ValueError if the critic would not learn. ``own_loss`` names a team's ``_compute_loss`` that is in
-    force."""
+    """Raise ValueError if there is a critic (settings ``value``) that would not learn: a team computes the whole loss
+    (``own_loss``: its method; None: it does not), or brings an optimizer that does not know the critic's parameters."""
     if value is None:
         return
     if own_loss is not None:

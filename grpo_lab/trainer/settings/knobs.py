@@ -1,6 +1,11 @@
-"""Build the parts that ``objective``, ``advantage`` and ``aggregation`` choose, with their knobs. A part is given as a
-name, ``"module:attribute"``, a class, or a finished callable. Its knobs are the fields of its dataclass; a knob that it
-does not have is refused with the nearest match."""
+"""Build the parts that ``objective``, ``advantage`` and ``aggregation`` choose, with their knobs.
+
+A part is given as a name, as ``"module:attribute"``, as a class, or as a callable that is ready. The knobs of a class
+are the fields of its dataclass; an unknown one is refused with the nearest match. The value of a knob is, in this
+order: what the user wrote beside the part's name; what the user wrote in TRL's flat setting of the same meaning
+(``FLAT``, ``SAMPLER_BOUNDS``); the number of the preset's paper (``papers_bounds``); the default, TRL's for our
+surrogates, else the part's own.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +25,9 @@ from grpo_lab.objectives.presets import OUR_PRESETS
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.settings.parse import AdvantageSettings, CorrectionSettings, LabSettings, ObjectiveSettings
 
-#: TRL's ``multi_objective_aggregation`` that is the advantage rule ``gdpo``
+#: Value of TRL's ``multi_objective_aggregation`` that means the same as the advantage rule ``gdpo``.
 APART = "normalize_then_sum"
-#: TRL's flat setting that is a knob of a surrogate → the surrogate's field.
+#: TRL's flat setting that is a knob of a surrogate → that knob.
 FLAT: dict[str, str] = {
     **{name: name for name in ("epsilon", "epsilon_high", "delta")},
     **{f"sapo_{name}": name for name in ("temperature_neg", "temperature_pos")},
@@ -33,19 +38,22 @@ SAMPLER_BOUNDS = {"low": "vllm_importance_sampling_clip_min", "high": "vllm_impo
 
 
 def default_of(args: Any, name: str) -> Any:
-    """Return the default of a field of TRL's configuration."""
+    """Return the default of the field ``name`` of the configuration ``args``."""
     return args.__dataclass_fields__[name].default
 
 
 def written(args: Any, name: str) -> bool:
-    """Return whether ``name`` was set by the user: written down in the constructor, or different from its default."""
+    """Return whether the user set the field ``name``: it was an argument of the configuration's constructor, or its
+    value is not the default."""
     return name in getattr(args, "_written", ()) or bool(getattr(args, name) != default_of(args, name))
 
 
 def with_registered(settings: LabSettings) -> LabSettings:
-    """Return ``settings`` with an ``objective`` of the form ``"module:name"`` replaced by its registered name. The
-    module is loaded first; ``name`` may also be the registered class. Raises ValueError if there is no such module, or
-    if it registers no such objective."""
+    """Return ``settings`` with the registered name of an ``objective`` in place of the form ``"module:name"``.
+
+    The module is imported, so that it registers its objectives; ``name`` is a registered name, or the class that was
+    registered. Raises ValueError if there is no such module, or if it registers no such objective.
+    """
     chosen = settings.objective
     if chosen is None or chosen.name is None:
         return settings
@@ -69,23 +77,25 @@ def with_registered(settings: LabSettings) -> LabSettings:
 
 
 def surrogate_part(chosen: ObjectiveSettings) -> Any:
-    """Return the surrogate that ``objective`` names: a class, a function or an object."""
+    """Return the surrogate that the setting ``objective`` names, not built yet: a class, a function or an object."""
     return _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
 
 
 def flat_settings(part: Any) -> dict[str, str]:
-    """Return TRL's flat settings that are knobs of a surrogate → the field. A team's class reads those alone that are
-    called as its field is."""
+    """Return TRL's flat settings that are knobs of the surrogate ``part``, each with its knob. Of a team's class only
+    those settings count whose name is the knob's own."""
     known = registry.knobs_of(part)
     return {name: field for name, field in FLAT.items() if field in known and (name == field or is_ours(part))}
 
 
 def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
-    """Build the surrogate in force. Its knobs have their own defaults; TRL's flat settings (``FLAT``) replace these,
-    and what ``objective`` says replaces both.
+    """Build the surrogate that the setting ``objective`` (``chosen``) names, with its knobs.
 
-    Our surrogates take every flat setting that they have a field for; a team's class takes those that the user set; one
-    that is given as an object takes none. Raises ValueError if a setting would have no effect on the surrogate.
+    What ``objective`` says of a knob counts first, then TRL's flat setting (``FLAT``). Our surrogates take every flat
+    setting that is a knob of theirs, with TRL's defaults; a team's class takes those that the user set, and has
+    defaults of its own; a surrogate that is given as an object takes none. The numbers of the preset's paper count if
+    the user sets none of these knobs (``papers_bounds``). Raises ValueError if a setting would have no effect on the
+    surrogate.
     """
     part = surrogate_part(chosen)
     _refuse_knobs_of_the_rule(chosen, part)
@@ -114,8 +124,8 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
 
 
 def papers_bounds(chosen: ObjectiveSettings) -> dict[str, float]:
-    """Return the knobs for which the paper's numbers hold where the run sets none of them: of a preset that says so
-    (``Preset.holds``), with its own surrogate."""
+    """Return the surrogate's knobs with the numbers of the preset's paper, which count if the run sets none of them. A
+    preset must say so (``Preset.holds``), and its own surrogate be in force; else there are none."""
     row = preset(chosen.name or "grpo")
     if not row.holds or chosen.surrogate is not None:
         return {}
@@ -124,8 +134,8 @@ def papers_bounds(chosen: ObjectiveSettings) -> dict[str, float]:
 
 
 def other_than_the_paper(args: Any, chosen: ObjectiveSettings, surrogate: Any) -> str | None:
-    """Return a sentence on the numbers that the run takes from TRL's defaults, where the objective's paper, or our
-    surrogate, has others and the run sets none; None if there are none."""
+    """Return a warning if knobs of the surrogate have TRL's defaults, while the objective's paper (or our surrogate's
+    own defaults) has other numbers, and the run sets none of them; else None."""
     row = preset(chosen.name or "grpo")
     if chosen.surrogate is not None:
         return None
@@ -144,8 +154,8 @@ def other_than_the_paper(args: Any, chosen: ObjectiveSettings, surrogate: Any) -
 
 
 def _refuse_knobs_of_the_rule(chosen: ObjectiveSettings, part: Any) -> None:
-    """Raise ValueError for a knob of the preset's advantage rule beside ``objective``; the message says where it
-    stands."""
+    """Raise ValueError if ``objective`` has a knob that belongs to the preset's advantage rule; the message shows how
+    to write it in ``advantage``."""
     rule = preset(chosen.name or "grpo").advantage
     of_rule = registry.knobs_of({**RULES, **TOKEN_RULES}[rule])
     for name in chosen.knobs:
@@ -165,8 +175,8 @@ def aggregation_from(chosen: Any) -> Aggregation:
 
 
 def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
-    """Build the rule that ``advantage`` names, else ``fallback`` (the objective's). ``None``: TRL computes the
-    advantages."""
+    """Build the advantage rule that the setting ``advantage`` names or, if it names none, the rule ``fallback``, that
+    of the objective. Returns None if there is neither: TRL then computes the advantages."""
     name, knobs = advantage_choice(settings, fallback)
     if name is None:
         if knobs:
@@ -181,8 +191,8 @@ def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
 
 
 def correction_from(args: Any, chosen: CorrectionSettings | None) -> Correction | None:
-    """Build the correction that ``correction`` asks for; None if it is not set. One that TRL has, too, takes TRL's
-    bounds where these are set and ``correction`` leaves them out."""
+    """Build the sampler correction that the setting ``correction`` asks for; None if it is not set. For a correction
+    that TRL has, too, TRL's bounds count where the user set them and ``correction`` does not."""
     if chosen is None:
         return None
     if chosen.name is None:
@@ -197,7 +207,8 @@ def correction_from(args: Any, chosen: CorrectionSettings | None) -> Correction 
 
 
 def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the chosen rule and its knobs. Knobs set in ``advantage`` override those beside the objective's rule."""
+    """Return the advantage rule that is chosen, not built yet, and its knobs. ``fallback`` is the objective's rule, a
+    name or a mapping of a name and knobs. If ``advantage`` names no rule, its knobs override those of ``fallback``."""
     knobs = {}
     if settings is not None:
         knobs = settings.knobs
@@ -208,12 +219,16 @@ def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple
 
 
 SCALED_BY_TRL = ("group_zscore", "group_mean", "batch_zscore")
-"""Rules of presets in whose place TRL's settings may put another."""
+"""Advantage rules of presets in whose place TRL's ``multi_objective_aggregation`` may put ``gdpo``."""
 
 
 def rule_beside(args: Any, chosen: ObjectiveSettings) -> Any:
-    """Return the advantage rule where ``advantage`` names none: of ``objective.advantage``, else ``gdpo`` if TRL's
-    setting says so, else the preset's. PPO's critic is not given up for TRL's setting."""
+    """Return the advantage rule that counts if ``advantage`` names none: that of ``objective.advantage``; else ``gdpo``
+    if TRL's ``multi_objective_aggregation`` asks for it; else the preset's.
+
+    A preset whose rule makes advantages per token (PPO) keeps it. Raises ValueError if TRL's setting contradicts
+    another rule.
+    """
     row = preset(chosen.name or "grpo")
     if chosen.advantage:
         return chosen.advantage
@@ -228,19 +243,22 @@ def rule_beside(args: Any, chosen: ObjectiveSettings) -> Any:
 
 
 def in_words(part: Any, chosen: Any) -> str:
-    """Return ``name(knob=value, …)``: the name chosen by the user, and the knobs that differ from their default."""
+    """Return a part as ``name(knob=value, …)``: the name by which the user chose it (``chosen``), and those knobs of
+    ``part`` that differ from their defaults."""
     knobs = knobs_in_words(part, only_set=True)
     return name_of(chosen) + (f"({knobs})" if knobs else "")
 
 
 def knobs_in_words(part: Any, only_set: bool = False) -> str:
-    """Return ``knob=value, …`` of an object."""
+    """Return the knobs of a part as ``knob=value, …``; with ``only_set`` those alone that differ from their defaults.
+    """
     values = {name: (getattr(part, name), default) for name, default in registry.knobs_of(part).items()}
     shown = {name: value for name, (value, default) in values.items() if not (only_set and value == default)}
     return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
 
 
 def _named(chosen: Any, setting: str) -> tuple[Any, dict[str, Any]]:
+    """Return name and knobs of a part that is given as a mapping; of another form the part itself, without knobs."""
     if not isinstance(chosen, Mapping):
         return chosen, {}
     if "name" not in chosen:
@@ -249,6 +267,7 @@ def _named(chosen: Any, setting: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _part(chosen: Any, table: Mapping[str, Any], setting: str) -> Any:
+    """Return the part that ``chosen`` gives: by its name in ``table``, by ``"module:attribute"``, or itself."""
     if isinstance(chosen, str):
         if ":" in chosen:
             return registry.load_named(chosen, setting)
@@ -259,9 +278,18 @@ def _part(chosen: Any, table: Mapping[str, Any], setting: str) -> Any:
 
 
 def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs that are set, as numbers and switches of the declared types. Raises ValueError for a knob that
-    the part does not read, or that no part of ``table`` has. The same for a number that is not finite, unless it is the
-    default."""
+    """Return those of ``knobs`` that are not None, with numbers and switches in the types that the part declares.
+
+    Args:
+        knobs: what the user wrote.
+        part: the part whose knobs they should be.
+        where: the setting that they stand in.
+        what: the kind of part, for messages.
+        table: all parts of this kind. A knob of another part is an error of its own: it has no effect here.
+
+    Raises:
+        ValueError: a knob is unknown, has no effect on this part, or is a number that is not finite (a default may be).
+    """
     is_class = isinstance(part, type)
     known = registry.knobs_of(part)
     elsewhere = {name for other in table.values() for name in registry.knobs_of(other)}
@@ -289,6 +317,7 @@ def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: 
 
 
 def _built(part: Any, knobs: Mapping[str, Any], setting: str) -> Any:
+    """Return the part, built with its knobs if it is a class. Raises ValueError if the result cannot be called."""
     made = registry.built(part, knobs, setting)
     if not (callable(made) or level_of(made) == "token"):
         raise ValueError(f"`{setting}` is {made!r}; it must be a name, 'module:attribute' or a callable")
@@ -296,7 +325,8 @@ def _built(part: Any, knobs: Mapping[str, Any], setting: str) -> Any:
 
 
 def name_of(part: Any) -> str:
-    """Return a readable name of a part: that of its function or class; of a lambda its file and line."""
+    """Return a name of a part for people: the one in a mapping, that of its function or class, or file and line of a
+    lambda."""
     if isinstance(part, Mapping):
         part = part.get("name")
     if isinstance(part, str):  # "module:attribute", as a function of that name

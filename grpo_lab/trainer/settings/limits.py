@@ -1,5 +1,9 @@
 """Allowed names, ranges and batch sizes for settings of TRL and transformers. The libraries check these only when they
-use them: at the first step, or never."""
+use them: at the first step, or never.
+
+``check_choices`` reads ``CHOICES`` and ``RANGES``, ``check_loss`` reads ``OF_THE_LOSS``, ``check_batch_sizes`` checks
+that generation batches hold whole groups. All raise ValueError.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,11 @@ def _values(kind: type[Enum]) -> list[str]:
     return [str(member.value) for member in kind]
 
 
-#: Prefix of a loss or a correction that TRL does not have, in TRL's field for its name. TRL refuses to compute such a
-#: name.
+#: Prefix of the name of a loss or correction of ours that is written into TRL's field for it. TRL refuses to compute a
+#: loss of such a name.
 NOT_TRLS = "grpo_lab:"
 
+#: Setting → the names that it may have.
 CHOICES: dict[str, Sequence[str]] = {
     "lr_scheduler_type": _values(SchedulerType),
     "optim": _values(OptimizerNames),
@@ -41,7 +46,7 @@ CHOICES: dict[str, Sequence[str]] = {
 }
 
 
-#: What a number must be, in words and as a test.
+#: What a number must be: in words, and as a function that returns whether a number is so.
 Range = tuple[str, Callable[[Any], bool]]
 _FINITE: Range = "a finite number of at least 0", lambda value: 0 <= value < math.inf
 _ABOVE_0: Range = "a finite number above 0", lambda value: 0 < value < math.inf
@@ -79,8 +84,7 @@ RANGES: dict[str, Range] = {
     "eval_steps": _FINITE,  # 0: as `logging_steps`
     "max_steps": ("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
 }
-#: Settings of TRL's loss and of sampling, each with the words for what is allowed: TRL and the engine read them when
-#: they compute the loss or generate, or never.
+#: Settings of TRL's loss and of sampling, each with the kind of value that it must have, in words.
 OF_THE_LOSS: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -107,16 +111,16 @@ OF_THE_LOSS: dict[str, str] = {
         "a name",
     ),
 }
-#: Setting → the strategy that must be `steps` for it to be read.
+#: Setting that is read only if another one, its strategy, is `steps` → that strategy.
 BY_STRATEGY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
 
-#: Hint for an unknown setting, which another release may have had.
+#: Hint for an unknown setting, which an earlier release may have had.
 EARLIER = "settings of earlier releases that were renamed or removed: release notes of trl and transformers"
 
 
 def check_loss(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for a setting of TRL's loss or of sampling that is of another kind than it must be: null, text,
-    NaN."""
+    """Raise ValueError if a setting of TRL's loss or of sampling is of another kind than ``OF_THE_LOSS`` says (null,
+    text, NaN), or if the entropy coefficient's bounds are the wrong way round. ``values``: all settings by name."""
     for name, words in OF_THE_LOSS.items():
         value = values[name]
         if words == "true or false":
@@ -141,9 +145,12 @@ MOST_KEPT = 64
 
 
 def kept_by_engine(args: Any) -> int:
-    """Return ``top_k`` where the run's log-probs are among the tokens that the engine keeps; else 0. They are where the
-    engine cuts its distribution (``top_p``, ``top_k``, ``min_p``), its log-probs are corrected for, and the loss is
-    ours."""
+    """Return ``top_k`` if the trainer computes log-probs among the tokens that the engine kept, as the engine does;
+    else 0, if it computes them over the whole vocabulary.
+
+    It computes them so if ``top_k`` is at most ``MOST_KEPT``, the sampler correction compares them with the engine's,
+    and the loss is ours. ``args``: the configuration; None for an engine without a trainer.
+    """
     if args is None:  # an engine without a trainer
         return 0
     top_k = args.top_k or 0
@@ -154,7 +161,9 @@ def kept_by_engine(args: Any) -> int:
 
 
 def check_choices(values: Mapping[str, Any], where: str = "") -> None:
-    """Raise ValueError for an unknown name or a number out of range. ``where`` is the section, for the message."""
+    """Raise ValueError if one of ``values``, settings by name, has an unknown name (``CHOICES``) or a number out of
+    range (``RANGES``). A setting that is missing or not read is not checked. ``where``: the section, for the
+    message."""
     prefix = f"{where}." if where else ""
     for name, known in CHOICES.items():
         value = values.get(name)
@@ -176,19 +185,22 @@ def check_choices(values: Mapping[str, Any], where: str = "") -> None:
 
 
 def _ours(name: str, value: str) -> bool:
+    """Return whether ``value`` is what a ``correction`` of ours wrote into TRL's field."""
     return name == "vllm_importance_sampling_mode" and value.startswith(NOT_TRLS)
 
 
 def _text(strategy: Any) -> str:
+    """Return a strategy, an enum's member or text, as text."""
     return str(getattr(strategy, "value", strategy))
 
 
 def check_batch_sizes(args: Any) -> None:
-    """Raise ValueError if TRL cannot derive a generation batch from the batch sizes; the message gives the nearest that
-    divide.
+    """Raise ValueError if the batch sizes in ``args`` give no generation batch of whole groups; the message names the
+    nearest sizes that would.
 
-    generation batch = per_device_train_batch_size × processes × steps_per_generation completions; it must hold whole
-    groups of ``num_generations``. The number of processes is the launcher's (``WORLD_SIZE``).
+    generation batch = per_device_train_batch_size × processes × steps_per_generation completions; it must be a multiple
+    of ``num_generations``. The number of processes is the launcher's (``WORLD_SIZE``). If ``generation_batch_size`` and
+    ``steps_per_generation`` are both set and agree, the former is set to None, since TRL refuses both.
     """
     group = args.num_generations
     size = args.per_device_train_batch_size
@@ -234,6 +246,7 @@ def check_batch_sizes(args: Any) -> None:
 
 
 def _check_eval(args: Any, world: int) -> None:
+    """Raise ValueError if an evaluation batch over ``world`` processes does not hold whole groups."""
     if args.num_generations_eval is None:
         setting = "num_generations"
     else:

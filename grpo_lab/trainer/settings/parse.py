@@ -1,8 +1,10 @@
 """Settings that ``LabConfig`` adds to TRL's, as typed settings: its small mappings, and single values.
 
-``objective``, ``advantage``, ``kl``, ``value``, ``update``, ``sampler`` and ``guard`` take a name or a mapping; every
-mapping may be JSON text. Unknown keys are refused with the nearest match, and a knob without effect is an error. Keys
-that belong to a part (``objective: {tau: …}``) are collected in ``knobs``; the part's dataclass says which there are.
+``LabSettings`` has one field for each setting; a mapping has a class of its own. ``objective``, ``advantage``, ``kl``,
+``value``, ``update``, ``sampler`` and ``guard`` may also be a bare name. Unknown keys are refused with the nearest
+match, and a setting without effect is an error. ``objective``, ``advantage`` and ``correction`` name a part with
+settings of its own, such as ``objective: {name: grpo, epsilon: 0.1}``: these are collected in ``knobs``, and checked
+where the part is built (``knobs.py``).
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from grpo_lab.turns.turn_settings import TurnSettings
 
 
 def reward_schedules(written: Any) -> dict[str, Schedule]:
-    """Parse ``{reward name: schedule}`` from the configuration. Raises ValueError, which names the reward and the
-    setting."""
+    """Return the schedule of each reward's weight, by the reward's name, from the mapping that the user wrote (None:
+    none). Raises ValueError, which names the reward, for a schedule that cannot be read."""
     if written is None:
         return {}
     if not isinstance(written, Mapping):
@@ -55,13 +57,14 @@ def reward_schedules(written: Any) -> dict[str, Schedule]:
 
 
 def _digits(value: Any) -> Any:
-    if isinstance(value, str) and value.strip().isdigit():  # command lines have text
+    """Return text of digits, as command lines have it, as a whole number; any other value as it is."""
+    if isinstance(value, str) and value.strip().isdigit():
         return int(value)
     return value
 
 
 def _path_of_a_file(value: Any) -> str:
-    """Return the path of a file. Raises ValueError if it is no path, or a folder's, which always exists."""
+    """Return ``value`` as the path of a file, there or not. Raises ValueError if it is no path, empty, or a folder."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value) or os.path.isdir(value):
         raise ValueError
     return os.fspath(value)
@@ -69,7 +72,10 @@ def _path_of_a_file(value: Any) -> str:
 
 @settings(bare="name")
 class GuardSettings:
-    """``guard``: ``off``, or what to do with a step whose loss, gradient, reward or engine log-prob is NaN or infinite.
+    """``guard``: ``off``, or how to go on after a step whose loss, gradient, reward or engine log-prob is NaN or
+    infinite.
+
+    Such a step is skipped: the weights stay as they are.
 
     Args:
         max_bad_steps: number of skipped steps in a row after which the run stops; a bad generation batch counts once.
@@ -92,7 +98,7 @@ class GuardSettings:
 
 @settings(bare="name", rest="knobs")
 class ObjectiveSettings:
-    """``objective``: a preset, and what to change of it. ``None`` = as the preset (or TRL's flat setting) says.
+    """``objective``: a preset, and what to change of it. ``None``: as the preset (or TRL's flat setting) says.
 
     Args:
         name: a preset, one that a team registered, or ``"module:name"``: the module is loaded first.
@@ -113,8 +119,8 @@ class ObjectiveSettings:
 
 @settings(bare="name", rest="knobs")
 class AdvantageSettings:
-    """``advantage``: a rule's name, ``"module:attribute"``, a class or a callable; ``knobs``: every other key, a field
-    of its dataclass."""
+    """``advantage``: an advantage rule and its knobs. The rule is given by its name, as ``"module:attribute"``, as a
+    class or as a callable; every key but ``name`` is a knob, a field of the rule's dataclass."""
 
     name: Any = None
     knobs: dict[str, Any] = field(default_factory=dict)
@@ -122,8 +128,9 @@ class AdvantageSettings:
 
 @settings(bare="name", rest="knobs")
 class CorrectionSettings:
-    """``correction``: a correction's name, ``"module:attribute"``, a class or a callable; ``knobs``: every other key, a
-    field of its dataclass."""
+    """``correction``: a sampler correction and its knobs. The correction is given by its name, as
+    ``"module:attribute"``, as a class or as a callable; every key but ``name`` is a knob, a field of the correction's
+    dataclass."""
 
     name: Any = None
     knobs: dict[str, Any] = field(default_factory=dict)
@@ -200,8 +207,8 @@ class ValueSettings:
     missing_eos_penalty: Above | None = None
 
     def in_words(self) -> str:
-        """Return the settings that are not defaults as text, for ``describe()``; discounts are shown with the advantage
-        rule."""
+        """Return ``model`` and the settings that are not defaults as text, for ``Algorithm.describe``. The discounts
+        are left out: the advantage rule shows them."""
         said = {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("model", "gamma", "lam")
         }
@@ -292,7 +299,7 @@ class RolloutSettings:
 
     @property
     def earlier_policy(self) -> Literal["overlap", "cut_after"] | None:
-        """The setting that lets the run train on completions of an earlier policy; None without one."""
+        """``cut_after`` or ``overlap``, whichever lets the run train on completions of an earlier policy; else None."""
         if self.cut_after is not None:
             return "cut_after"
         return "overlap" if self.overlap else None
@@ -311,7 +318,7 @@ StopFile = Annotated[
 
 @settings()
 class LabSettings:
-    """Settings that ``LabConfig`` adds, parsed and checked. ``None`` = not set."""
+    """All settings that ``LabConfig`` adds to TRL's, parsed and checked. ``None``: not set."""
 
     objective: ObjectiveSettings | None = None
     advantage: AdvantageSettings | None = None
@@ -334,14 +341,15 @@ class LabSettings:
 
     @property
     def randomness(self) -> str:
-        """``update.randomness`` in force: ``same_distribution`` or ``same_draws``."""
+        """``update.randomness`` in force, ``same_distribution`` or ``same_draws``: the latter by default without
+        ``objective`` or with ``update: off``."""
         drop_in = self.objective is None or self.update.is_off
         return self.update.randomness or ("same_draws" if drop_in else "same_distribution")
 
     @property
     def guard_in_force(self) -> GuardSettings | None:
-        """The guard's settings if it is on: as set, or by default with ``objective`` (stock TRL has none); else
-        None."""
+        """Settings of the guard if it is on, else None. It is on if it was set and not to ``off``; if it was not set,
+        with ``objective`` alone, since stock TRL has no guard."""
         if self.guard is None:
             if self.objective is None:
                 return None
@@ -352,8 +360,7 @@ class LabSettings:
 
     @property
     def keeps_nan(self) -> bool:
-        """Return whether values that are not finite may be saved: only if ``guard: off`` is set, with ``objective`` or
-        without."""
+        """Whether NaN and infinities may be saved in checkpoints: only if ``guard: off`` is set."""
         return self.guard is not None and self.guard.is_off
 
 

@@ -1,4 +1,8 @@
-"""``sampler`` of ``LabConfig``, as typed settings."""
+"""``sampler`` of ``LabConfig``, as typed settings.
+
+A sampler here chooses prompts, not tokens. Each of the three reads some of the settings (``KNOBS``); a setting that the
+chosen one does not read is an error.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any, Literal
 from grpo_lab.curation.samplers import DECAY, FLOOR
 from grpo_lab.settings import Count, Number, settings
 
-#: Sampler → the settings that it reads, with their defaults. None: the setting must be given.
+#: Sampler → the settings that it reads, with their defaults. A default of None: the setting must be given.
 KNOBS: dict[str, dict[str, Any]] = {
     "prioritized": {"pass_rate_column": "", "floor": FLOOR, "decay": DECAY},
     "curriculum": {"pass_rate_column": "pass_rate"},
@@ -46,7 +50,7 @@ class SamplerSettings:
                 raise ValueError(f"`sampler.{knob}` is needed with `sampler.name: {self.name}`")
 
     def __getitem__(self, knob: str) -> Any:
-        """Return the value in force: as set, or the sampler's default."""
+        """Return the value of the setting ``knob``: as it was set, or the default of the chosen sampler."""
         value = getattr(self, knob)
         if value is None:
             return KNOBS[self.name][knob]
@@ -54,4 +58,5 @@ class SamplerSettings:
 
     @property
     def column(self) -> str | None:
+        """The column with pass rates in force; None if the sampler starts without any."""
         return self["pass_rate_column"] or None

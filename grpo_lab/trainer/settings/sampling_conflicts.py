@@ -24,18 +24,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": (None, {}),
     "vllm_structured_outputs_regex": (None,),
 }
-"""Settings that cut or bend the engine's distribution → the values that leave it alone."""
+"""Settings that change the distribution that the engine samples from → the values by which they do not."""
 CUTS = ("top_p", "top_k", "min_p")
-"""Settings that leave tokens out of the engine's distribution. With ``top_k`` up to ``MOST_KEPT`` the trainer's
-log-probs are among those that stayed (``generation.kept_sets``)."""
+"""Those of them that leave tokens out of the distribution. With a ``top_k`` of at most ``MOST_KEPT`` the trainer
+computes its log-probs, too, among the tokens that stayed (``generation.kept_sets``)."""
 LOWEST = 0.01
+"""Lowest temperature. vLLM raises a lower one (other than 0, greedy) to this one without an error."""
 HIGHEST = 2.0
-"""Range of temperatures. vLLM raises a lower one (other than 0, greedy) to the lowest without an error."""
+"""Highest temperature that vLLM takes."""
 
 
 def _cut(case: Any) -> tuple[str, Any, Any] | None:
-    """Return the setting that truncates or reshapes the engine's distribution under the sampler correction, its value,
-    and a value that does not; None without such a setting.
+    """Return a setting that changes the engine's distribution although the sampler correction compares its log-probs
+    with the trainer's: (its name, its value, a value without effect). None if there is no such setting.
 
     The engine's log-probs are of the distribution that it sampled from, truncated and renormalised; the trainer's are
     not. So the ratio would be below 1 at every token even on-policy. See ``docs/algorithms/sampler_correction.md``.
@@ -71,9 +72,9 @@ BESIDE_KEPT: dict[str, Callable[[Any], Any]] = {
     "rollout.turns": lambda c: c.ours.rollout.turns is not None,
     "torch_compile": lambda c: c.args.torch_compile,
 }
-"""What log-probs among kept tokens do not combine with."""
+"""Settings that do not combine with log-probs among the kept tokens → whether a case has them."""
 
-#: (function that returns whether a ``conflicts.Case`` holds the conflict, message).
+#: Rows (condition on a ``conflicts.Case``, message), as ``conflicts.Conflict`` describes them.
 OF_SAMPLING: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (
         lambda c: c.args.use_vllm and not LOWEST <= c.args.temperature <= HIGHEST,

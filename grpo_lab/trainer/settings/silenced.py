@@ -23,7 +23,7 @@ Method = Callable[..., Any]
 
 
 def seen(method: Method) -> Method:
-    """Decorate a method so that the trainer notes that it was called."""
+    """Decorate a method of the trainer: each call puts its name into the trainer's ``_called``."""
 
     @functools.wraps(method)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,8 +35,14 @@ def seen(method: Method) -> Method:
 
 @dataclass(frozen=True)
 class Acting:
-    """A method of ``LabTrainer`` in which ``settings`` act (name → whether it is set). ``callers`` are the methods that
-    lead to it. It is called before a training begins if ``early``, else in its first step."""
+    """A method of ``LabTrainer`` in which settings act.
+
+    Attributes:
+        method: its name.
+        settings: name of each setting that acts there → whether it is set.
+        callers: methods that call it, or that lead to its call. A team that overrides one of them may be to blame.
+        early: whether it is called before a training begins, and not only in the first step.
+    """
 
     method: str
     settings: dict[str, Callable[[LabSettings], bool]]
@@ -94,8 +100,8 @@ ACTING: tuple[Acting, ...] = (
 
 
 class SilencedSettings(TrainerCallback):  # type: ignore[misc]
-    """Callback that raises ValueError if a setting would do nothing, and names it and the team's method that is to
-    blame."""
+    """Callback that raises ValueError if the method in which a setting acts was not called (``ACTING``). The message
+    names the setting and the team's method that is to blame."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
@@ -103,10 +109,12 @@ class SilencedSettings(TrainerCallback):  # type: ignore[misc]
         self._compared = False
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Check the methods that are called before a training begins."""
         self._first = self._trainer.phase.done
         self._compare(early=True)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Check the other methods, once, before the first step whose batch this process generated."""
         phase = self._trainer.phase
         taken_up = self._first % phase.every != 0  # an earlier process made the first generation batch
         if self._compared or (taken_up and phase.done - self._first < phase.every):
@@ -115,12 +123,14 @@ class SilencedSettings(TrainerCallback):  # type: ignore[misc]
         self._compare(early=False)
 
     def _compare(self, early: bool) -> None:
+        """Refuse the settings of each method that should have been called by now and was not."""
         called = vars(self._trainer).get("_called", set())
         for one in ACTING:
             if one.early is early and one.method not in called:
                 self._refuse(one)
 
     def _refuse(self, one: Acting) -> None:
+        """Raise ValueError if one of the method's settings is set."""
         silent = [name for name, is_set in one.settings.items() if is_set(self._trainer.lab_settings)]
         if not silent:
             return

@@ -2,8 +2,8 @@
 
     tasks: {arithmetic: {weight: 3}, sorting: {objective: dr_grpo, denominators: own}}
 
-The data set names the task of each row in its column ``task``. A task without an objective or an advantage rule of its
-own shares the run's with all others that have none.
+The data set names the task of each row in its column ``task``. A task may have an objective or an advantage rule of its
+own; the other tasks share the run's. ``mixed`` makes one algorithm of them all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Weight = Annotated[int | float, Field(gt=0, allow_inf_nan=False), must_be("a fin
 
 @settings()
 class TaskSettings:
-    """One of ``tasks``.
+    """Settings of one of ``tasks``.
 
     Args:
         weight: the task's share of the prompts, relative to the other tasks' weights.
@@ -45,16 +45,17 @@ class TaskSettings:
 
     @property
     def has_own_rule(self) -> bool:
-        """Return whether its advantages are not made by the run's rule."""
+        """Whether the task's advantages are made apart from those of the other tasks."""
         return self.objective is not None or self.advantage is not None
 
     @property
     def has_own_loss(self) -> bool:
+        """Whether the task's loss is computed, weighed or averaged apart from that of the other tasks."""
         return self.objective is not None or self.loss_weight != 1.0 or self.denominators == "own"
 
 
 def _own_parts(tasks: Mapping[str, TaskSettings]) -> Iterator[str]:
-    """Yield the settings that give a task an algorithm of its own."""
+    """Yield the names of the settings by which tasks differ from the run's algorithm."""
     for name, task in tasks.items():
         for setting in ("objective", "advantage", "loss_weight", "denominators"):
             if getattr(task, setting) != getattr(TaskSettings, setting):
@@ -62,14 +63,14 @@ def _own_parts(tasks: Mapping[str, TaskSettings]) -> Iterator[str]:
 
 
 def _own_denominators(case: Any) -> str | None:
-    """Return the setting of a task with denominators of its own, where an optimizer step may hold rows of several
-    generation batches."""
+    """Return the name of a task with ``denominators: own``, if an optimizer step may hold rows of several generation
+    batches; else None."""
     own = (name for name, task in case.ours.tasks.items() if task.denominators == "own")
     apart = case.args.steps_per_generation % case.args.gradient_accumulation_steps == 0
     return None if apart else next(own, None)
 
 
-#: Rows of ``conflicts`` that are checked if ``tasks`` is set.
+#: Conflicts, as ``conflicts.Conflict`` describes them, that are checked if ``tasks`` is set.
 CONFLICTS: tuple[tuple[Any, str], ...] = (
     (
         lambda c: next((name for name in c.ours.tasks if not name.strip() or "/" in name), None),
@@ -105,13 +106,18 @@ CONFLICTS: tuple[tuple[Any, str], ...] = (
 
 
 def mixed(whole: Any, own: Mapping[str, Any], tasks: Mapping[str, TaskSettings]) -> dict[str, Any]:
-    """Return the objective, the advantage rule and the names of a mixture's algorithm.
+    """Combine the algorithms of a mixture's tasks.
 
     Args:
         whole: the run's algorithm.
-        own: those of the tasks that have an objective or a rule of their own.
+        own: the algorithms of the tasks that have an objective or an advantage rule of their own, by task.
+        tasks: the settings of all tasks.
 
-    Raises ValueError for a part that cannot be of one task.
+    Returns:
+        the fields ``objective``, ``advantage`` and ``names`` of the mixture's ``Algorithm``.
+
+    Raises:
+        ValueError: a task has a part of its own that only a whole run can have.
     """
     names = list(tasks)
     for name, algorithm in own.items():
@@ -140,6 +146,7 @@ def mixed(whole: Any, own: Mapping[str, Any], tasks: Mapping[str, TaskSettings])
 
 
 def _words(own: Mapping[str, Any], tasks: Mapping[str, TaskSettings]) -> dict[str, str]:
+    """Return how each task differs from the run, in words, for ``Algorithm.names``."""
     said = {}
     for name, task in tasks.items():
         parts = []
@@ -154,6 +161,7 @@ def _words(own: Mapping[str, Any], tasks: Mapping[str, TaskSettings]) -> dict[st
 
 
 def _refuse_parts(name: str, algorithm: Any, whole: Any) -> None:
+    """Raise ValueError if there is a critic, or an advantage rule per token: neither can be of one task."""
     if algorithm.value is not None or whole.value is not None:
         raise ValueError(
             f"`tasks.{name}` has an objective or a rule of its own, and there is a critic, which all tasks share "
@@ -168,6 +176,7 @@ def _refuse_parts(name: str, algorithm: Any, whole: Any) -> None:
 
 
 def _refuse_objective(name: str, objective: Objective) -> None:
+    """Raise ValueError if a task's objective needs micro-batches of that task alone."""
     if objective.local_denominator:
         raise ValueError(
             f"the objective of task {name!r} averages over its own micro-batch (`bnpo`, `local_token_mean`), and the "
@@ -182,8 +191,8 @@ def _refuse_objective(name: str, objective: Objective) -> None:
 
 
 def check_rows(tasks: Mapping[str, TaskSettings], rows: Any, setting: str) -> None:
-    """Raise ValueError unless every row of a data set names one of the tasks. In ``train_dataset`` each task needs
-    rows."""
+    """Raise ValueError unless every row of a data set names one of the tasks. In ``train_dataset`` each task must have
+    rows. ``setting``: the argument that the data set is."""
     if not tasks:
         return
     if not isinstance(rows, Dataset):
@@ -206,7 +215,7 @@ def check_rows(tasks: Mapping[str, TaskSettings], rows: Any, setting: str) -> No
 
 
 def check_enough(tasks: Mapping[str, TaskSettings], rows: Dataset, prompts: int) -> None:
-    """Raise ValueError if a task has fewer rows than a generation batch of ``prompts`` may take of it."""
+    """Raise ValueError if a task has fewer rows than a generation batch of ``prompts`` prompts may take of it."""
     counts = Counter(rows[COLUMN])
     most = most_of([task.weight for task in tasks.values()], prompts)
     for name, needed in zip(tasks, most, strict=True):
@@ -219,7 +228,7 @@ def check_enough(tasks: Mapping[str, TaskSettings], rows: Dataset, prompts: int)
 
 
 def check_rewards(tasks: Mapping[str, TaskSettings], rewards: list[Any]) -> None:
-    """Raise ValueError for a reward of a task that there is not (``grpo_lab.rewards.for_task``)."""
+    """Raise ValueError if a reward is for a task (``grpo_lab.rewards.for_task``) that is not among ``tasks``."""
     for reward in rewards:
         task = getattr(reward, "task", None)
         if tasks and isinstance(task, str) and task not in tasks:

@@ -10,7 +10,7 @@ from grpo_lab.settings import Positive, must_be, settings
 
 
 def word(value: Any) -> Any:
-    """Return ``on`` and ``off`` as words, as they were written; other values as they are."""
+    """Return true and false as the words ``on`` and ``off``, other values as they are."""
     if isinstance(value, bool):  # YAML 1.1 reads a bare `off` as false
         return ("off", "on")[value]
     return value
