@@ -231,26 +231,31 @@ class RewardTable:
     def __post_init__(self) -> None:
         for name in ("values", "weights"):
             tensor: Tensor = getattr(self, name)
-            where = "cpu" if tensor.device.type == "mps" else tensor.device  # MPS has no float64
-            object.__setattr__(self, name, tensor.to(where, torch.float64))
-        n, f = self.values.shape
-        if f != len(self.names) or f != self.weights.numel():
+            device = "cpu" if tensor.device.type == "mps" else tensor.device  # MPS has no float64
+            object.__setattr__(self, name, tensor.to(device, torch.float64))
+        rows, columns = self.values.shape
+        if columns != len(self.names) or columns != self.weights.numel():
             raise ValueError(
-                f"reward table has {f} columns, but {len(self.names)} names {self.names} and {self.weights.numel()} "
-                "weights; `reward_funcs` and `reward_weights` must have the same length"
+                f"reward table has {columns} columns, but {len(self.names)} names {self.names} and "
+                f"{self.weights.numel()} weights; `reward_funcs` and `reward_weights` must have the same length"
             )
-        if n % self.group_size:
-            raise ValueError(f"{n} rows are not whole groups of num_generations={self.group_size}")
+        if rows % self.group_size:
+            raise ValueError(f"{rows} rows are not whole groups of num_generations={self.group_size}")
 
     def picked(self, index: Tensor) -> RewardTable:
         """Return a table of the rows at ``index`` (long ``[M]``, whole groups) in that order, without ``local``."""
 
-        def of(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[index.to(values.device)]
+        def rows_of(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[index.to(tensor.device)]
 
-        steps = {column: steps.picked(index) for column, steps in self.steps.items()}
-        values = self.values[index.to(self.values.device)]
-        return replace(self, values=values, steps=steps, local=None, lengths=of(self.lengths), tasks=of(self.tasks))
+        return replace(
+            self,
+            values=self.values[index.to(self.values.device)],
+            steps={column: steps.picked(index) for column, steps in self.steps.items()},
+            local=None,
+            lengths=rows_of(self.lengths),
+            tasks=rows_of(self.tasks),
+        )
 
     @property
     def total(self) -> Tensor:
@@ -261,9 +266,10 @@ class RewardTable:
         float64.
         """
         weighted = self.values * self.weights.to(self.values.device)
-        rewards = weighted.size(1) - self.penalties
-        total = weighted[:, :rewards].nansum(dim=1).float().double() + weighted[:, rewards:].nansum(dim=1)
-        return total.masked_fill(self.values.isnan().all(dim=1), float("nan"))
+        first_penalty = weighted.size(1) - self.penalties
+        rewards = weighted[:, :first_penalty].nansum(dim=1).float().double()
+        penalties = weighted[:, first_penalty:].nansum(dim=1)
+        return (rewards + penalties).masked_fill(self.values.isnan().all(dim=1), float("nan"))
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int, device: Any, left: bool = False) -> tuple[Tensor, Tensor]:
@@ -272,10 +278,10 @@ def padded(rows: Sequence[Sequence[int]], pad: int, device: Any, left: bool = Fa
     Returns:
         the ids and the attention mask (1 for a token, 0 for padding), both long ``[rows, longest]`` on ``device``.
     """
-    width = max(map(len, rows))
-    place = torch.arange(width, device=device)
+    longest = max(map(len, rows))
+    places = torch.arange(longest, device=device)
     lengths = torch.tensor([[len(row)] for row in rows], device=device)
-    mask = place >= width - lengths if left else place < lengths
+    mask = places >= longest - lengths if left else places < lengths
     ids = torch.full(mask.shape, pad, device=device)
     ids[mask] = torch.tensor([token for row in rows for token in row], dtype=ids.dtype, device=device)
     return ids, mask.long()

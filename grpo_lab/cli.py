@@ -136,44 +136,51 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--verbose", action="store_true", help=VERBOSE)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
-        shape: dict[str, Any] = {"allow_abbrev": name != "evaluate"}
-        if command.read:
-            asks = ""
-            if command.actions:
-                asks = f"{{{','.join(command.actions)}}} FILE or FOLDER "
-            elif command.recipes:
-                asks = "--config RECIPE "
-            shape = {"usage": f"grpo-lab {name} {asks}[options] [--key value …]"}
-            shape["description"] = f"{command.help}. {OVERRIDES}"
-        else:
-            shape["description"] = command.about
-        own = commands.add_parser(name, help=command.help, **shape)
+        own = commands.add_parser(name, help=command.help, **_looks(name, command))
         if words is not None and name not in words:
             continue
-        if not command.read:
-            _load(command.options)(own)
-        elif command.recipes:
-            said = argparse.SUPPRESS if command.actions else f"a recipe, see {command.recipes}"
-            own.add_argument("--config", required=not command.actions, metavar="RECIPE", help=said)
         if command.read:
-            own.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
-            own.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
-        if command.actions:
-            said = "; ".join(f"`{name}` {what}" for name, what in command.actions.items())
-            own.add_argument("action", nargs="?", choices=list(command.actions), help=said)
-            said = f"a recipe, see {command.recipes}; the output folder of a run"
-            own.add_argument("place", nargs="?", metavar="FILE or FOLDER", help=said)
-            only = "run this stage alone, once the stages that it reads are done"
-            own.add_argument("--only", metavar="STAGE", help=only)
-            own.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
-            own.add_argument("--submit", choices=["slurm"], help=SUBMIT)
-        if command.resumes:
-            own.add_argument("--resume", action="store_true", help="no effect: the same command goes on in any case")
+            _add_recipe_options(own, command)
+        else:
+            _load(command.options)(own)
         # allowed after the command, too; SUPPRESS keeps the value from before it
         own.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=TRACEBACK)
         if command.verbose:
             own.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=VERBOSE)
     return parser
+
+
+def _looks(name: str, command: Command) -> dict[str, Any]:
+    """Return the arguments of a command's parser: its description and, with a recipe, its usage line."""
+    if not command.read:
+        return {"allow_abbrev": name != "evaluate", "description": command.about}
+    asks = ""
+    if command.actions:
+        asks = f"{{{','.join(command.actions)}}} FILE or FOLDER "
+    elif command.recipes:
+        asks = "--config RECIPE "
+    usage = f"grpo-lab {name} {asks}[options] [--key value …]"
+    return {"usage": usage, "description": f"{command.help}. {OVERRIDES}"}
+
+
+def _add_recipe_options(own: argparse.ArgumentParser, command: Command) -> None:
+    """Add to the parser of a command with a recipe its options: those that name the recipe, and those of every run."""
+    if command.recipes:
+        said = argparse.SUPPRESS if command.actions else f"a recipe, see {command.recipes}"
+        own.add_argument("--config", required=not command.actions, metavar="RECIPE", help=said)
+    own.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
+    own.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
+    if command.actions:
+        said = "; ".join(f"`{action}` {what}" for action, what in command.actions.items())
+        own.add_argument("action", nargs="?", choices=list(command.actions), help=said)
+        said = f"a recipe, see {command.recipes}; the output folder of a run"
+        own.add_argument("place", nargs="?", metavar="FILE or FOLDER", help=said)
+        only = "run this stage alone, once the stages that it reads are done"
+        own.add_argument("--only", metavar="STAGE", help=only)
+        own.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
+        own.add_argument("--submit", choices=["slurm"], help=SUBMIT)
+    if command.resumes:
+        own.add_argument("--resume", action="store_true", help="no effect: the same command goes on in any case")
 
 
 def _load(name: str) -> Callable[..., Any]:

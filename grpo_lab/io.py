@@ -101,8 +101,7 @@ def write_whole_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write ``value`` as JSON, completely or not at all. A value of a type that JSON lacks is written as ``str`` of it.
-    """
+    """Write ``value`` as JSON, completely or not at all. A value whose type JSON lacks is written as ``str`` of it."""
     write_whole_text(path, json.dumps(value, indent=1, default=str) + "\n")
 
 

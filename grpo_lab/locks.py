@@ -37,7 +37,7 @@ def lock(opened: int) -> bool:
     """
     last = time.monotonic() + LONGEST_END
     looks = 0
-    while not _taken(opened):
+    while not _try_lock(opened):
         looks += 1
         holder = _holder(opened)
         if time.monotonic() > last or (looks > 1 and holder is not None and not _is_ending(holder)):
@@ -65,7 +65,7 @@ def is_locked(file: Path) -> bool:
         os.close(opened)
 
 
-def _taken(opened: int) -> bool:
+def _try_lock(opened: int) -> bool:
     """Try to lock the file without waiting, and return whether that succeeded."""
     try:
         fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,5 +101,8 @@ def _is_ending(process: int) -> bool:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return True  # it has just gone
+    state = words[0]
+    flags = int(words[6])
     pending = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:"))]
-    return words[0] in "ZX" or bool(int(words[6]) & _EXITING) or any(one & _SIGKILL for one in pending)
+    is_gone = state in "ZX"  # a zombie, or dead
+    return is_gone or bool(flags & _EXITING) or any(signals & _SIGKILL for signals in pending)

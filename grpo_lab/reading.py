@@ -81,8 +81,7 @@ def read_json(path: str | os.PathLike[str], advice: str = "") -> Any:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Return the value in JSON ``text``. Raises ValueError if the text is damaged; the message begins with ``where``.
-    """
+    """Return the value in JSON ``text``. Raises ValueError if it is damaged; the message begins with ``where``."""
     try:
         return _value_of(text if isinstance(text, str) else _decoded(text))
     except _Damaged as error:

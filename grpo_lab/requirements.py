@@ -100,12 +100,12 @@ def _place(error: BaseException) -> str:
 
 def in_words(found: Mapping[str, str]) -> str:
     """Return a sentence on the requirements that ``absent`` or ``failing`` found, and how to install them."""
-    gone = [name_of(one) for one, why in found.items() if why == NOT_INSTALLED]
-    half = [f"{name_of(one)} ({why})" for one, why in found.items() if why != NOT_INSTALLED]
+    missing = [name_of(one) for one, why in found.items() if why == NOT_INSTALLED]
+    broken = [f"{name_of(one)} ({why})" for one, why in found.items() if why != NOT_INSTALLED]
     parts = []
-    if gone:
-        parts.append(f"{', '.join(gone)} ({NOT_INSTALLED})")
-    said = "; ".join([*parts, *half])
+    if missing:
+        parts.append(f"{', '.join(missing)} ({NOT_INSTALLED})")
+    said = "; ".join([*parts, *broken])
     asked = " ".join(f"'{one}'" for one in found)
     return (
         f"grpo_lab needs what {sys.executable} (Python {sys.version.split()[0]}) cannot import: {said}. Install it: "

@@ -213,16 +213,16 @@ def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type
     def decorate(kind: type[T]) -> type[T]:
         kind._as_written = model_validator(mode="before")(before)  # type: ignore[attr-defined]
         config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True, extra="forbid")
-        made: Any = pydantic.dataclasses.dataclass(frozen=True, config=config)(kind)
-        plain = made.__init__
+        checked: Any = pydantic.dataclasses.dataclass(frozen=True, config=config)(kind)
+        construct = checked.__init__
 
-        @functools.wraps(plain)
+        @functools.wraps(construct)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             with _in_our_words("", f"`{kind.__name__}`"):
-                plain(self, *args, **kwargs)
+                construct(self, *args, **kwargs)
 
-        made.__init__ = init
-        return made
+        checked.__init__ = init
+        return checked
 
     return decorate
 
@@ -360,23 +360,25 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
         inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list and get_args(kind)), None)
         if inner is not None:
             return [_converted(item, inner, f"{name}.{at}") for at, item in enumerate(value)]
-    numbers = [kind for kind in _READERS if kind in kinds]
+    number_kinds = [kind for kind in _READERS if kind in kinds]
     hint = ""
     if value is True:
         hint = " (a setting without its value on the command line is read as true)"
-    texts = [kind for kind in kinds if kind in (str, types.NoneType) or get_origin(kind) is list or _is_enum(kind)]
-    if isinstance(value, bool) and str in kinds and texts == kinds:
+    text_kinds = [kind for kind in kinds if kind in (str, types.NoneType) or get_origin(kind) is list or _is_enum(kind)]
+    if isinstance(value, bool) and str in kinds and text_kinds == kinds:
         bare = " (a bare on, off, yes or no is a switch in YAML: put it in quotes)"
         raise ValueError(f"`{name}` is {value!r}; it must be text{hint}{bare}")
-    no_number = not numbers or (numbers == [bool] and str in kinds)
-    if value is None or no_number or (type(value) in kinds and value == value):
+    takes_no_number = not number_kinds or (number_kinds == [bool] and str in kinds)
+    fits_already = type(value) in kinds and value == value  # NaN does not
+    if value is None or takes_no_number or fits_already:
         return value
-    for kind in numbers:
+    for kind in number_kinds:
         with suppress(ValidationError):
             return _READERS[kind][0].validate_python(value)
-    if any(kind not in (*_READERS, types.NoneType) for kind in kinds):
+    takes_other_types = any(kind not in (*_READERS, types.NoneType) for kind in kinds)
+    if takes_other_types:
         return value
-    words = ", ".join(_READERS[kind][1] for kind in numbers if not (kind is int and float in numbers))
+    words = ", ".join(_READERS[kind][1] for kind in number_kinds if not (kind is int and float in number_kinds))
     raise ValueError(f"`{name}` is {value!r}; it must be {words}{hint}")
 
 

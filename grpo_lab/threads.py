@@ -53,8 +53,7 @@ class OwnLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def is_blocked(self) -> bool:
-        """Return whether the loop does not come to other work within ``ALIVE_SECONDS``, since one of its tasks blocks.
-        """
+        """Return whether one of its tasks keeps the loop from other work for ``ALIVE_SECONDS``."""
         turned: Future[None] = Future()
         self._loop.call_soon_threadsafe(turned.set_result, None)
         return not wait([turned], ALIVE_SECONDS).done

@@ -33,7 +33,8 @@ CONTINUES = "continues"
 """Column of rows for `sft`: true if the completion continues the assistant's message with which the prompt ends."""
 EMPTY_BLOCK = "<think>\n\n</think>\n\n"
 """What stands before an answer without thinking."""
-_THINK, _END = "<think>", "</think>"
+_THINK = "<think>"
+_END = "</think>"
 
 
 @settings()

@@ -83,7 +83,8 @@ def with_flag(prompt: Sequence[Message], mode: str, place: FlagPlace) -> list[Me
     if place in ("system", "both"):
         if turns[0]["role"] != "system":
             turns.insert(0, {"role": "system", "content": ""})
-        flag = mode if place == "system" else MODES[mode == "think"]
+        other_mode = "no_think" if mode == "think" else "think"
+        flag = mode if place == "system" else other_mode
         turns[0]["content"] = f"{turns[0]['content']} /{flag}".strip()
     if place in ("user", "both"):
         [turn for turn in turns if turn["role"] == "user"][-1]["content"] += f" /{mode}"

@@ -251,8 +251,7 @@ def _of_one_type(values: list[Any], gold: bool) -> list[Any]:
 
 
 def _survives(value: Any, gold: bool) -> bool:
-    """Return whether a number is unchanged as a float; with ``gold``, whether it is also printed as the file writes it.
-    """
+    """Return whether a number is unchanged as a float; with ``gold``, whether it also prints as the file writes it."""
     if isinstance(value, int):
         return not gold and -_EXACT <= value <= _EXACT
     return not gold or not isinstance(value, WrittenFloat) or repr(float(value)) == value.text

@@ -60,8 +60,7 @@ def outlook() -> Ahead:
 
 
 def to_come(value: Any) -> bool:
-    """Return whether ``value`` is a path that an earlier stage has still to write, or a mapping or list that holds one.
-    """
+    """Return whether ``value`` is a path that an earlier stage has still to write, or a mapping or list with one."""
     if isinstance(value, Mapping):
         return any(map(to_come, value.values()))
     if isinstance(value, list | tuple):

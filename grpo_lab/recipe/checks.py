@@ -64,11 +64,11 @@ def check_room(trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: A
 
     if model is None:
         return None
-    words, shape = model
-    context = context_of_config(shape)
-    looked_at = rows is not None and not in_turns and not _prompts_are_made(trainer, rows)
-    if looked_at:
-        render_prompt(rows[0]["prompt"], words, config.chat_template_kwargs)
+    tokenizer, model_config = model
+    context = context_of_config(model_config)
+    prompts_are_read = rows is not None and not in_turns and not _reads_other_than_prompts(trainer, rows)
+    if prompts_are_read:
+        render_prompt(rows[0]["prompt"], tokenizer, config.chat_template_kwargs)  # raises if it cannot be rendered
     if context is None:
         return "no limit"
     limit = completion_limit(config)
@@ -78,9 +78,9 @@ def check_room(trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: A
             "tokens, for prompt and completion together; lower it"
         )
     risk = None
-    if looked_at:
-        longest = longest_prompt(rows["prompt"], words, context - (limit or 1), config.chat_template_kwargs)
-        risk = check_prompt_lengths([longest], shape, limit)
+    if prompts_are_read:
+        longest = longest_prompt(rows["prompt"], tokenizer, context - (limit or 1), config.chat_template_kwargs)
+        risk = check_prompt_lengths([longest], model_config, limit)
     return f"{context:,} tokens" + ("" if risk is None else f"; {risk}")
 
 
@@ -97,30 +97,28 @@ def check_held_out(section: EvaluationSection, otherwise: int, prompts: Sequence
 
     ``otherwise``: the limit of tokens of a completion, if ``section`` has none.
     """
-    words, shape = model
-    context = context_of_config(shape)
+    tokenizer, model_config = model
+    context = context_of_config(model_config)
     if context is None:
         return
-    own = section.max_new_tokens
-    new = otherwise if own is None else own
-    shortest = shortest_prompt(prompts, words, context - new, section.chat_template_kwargs)
-    if shortest is not None and shortest + new > context:
-        name = "`evaluation.max_new_tokens`"
-        if own is None:
-            setting = f"`max_completion_length` (no {name})"
-        else:
-            setting = name
-        raise ValueError(f"`evaluation`: {too_long('shortest', shortest, new, context)} The setting is {setting}")
+    limit = section.max_new_tokens
+    setting = "`evaluation.max_new_tokens`"
+    if limit is None:
+        limit = otherwise
+        setting = "`max_completion_length` (no `evaluation.max_new_tokens`)"
+    shortest = shortest_prompt(prompts, tokenizer, context - limit, section.chat_template_kwargs)
+    if shortest is not None and shortest + limit > context:
+        raise ValueError(f"`evaluation`: {too_long('shortest', shortest, limit, context)} The setting is {setting}")
 
 
 def shortest_prompt(
-    prompts: Iterable[Any], words: Any, room: int, chat_template_kwargs: Mapping[str, Any] | None = None
+    prompts: Iterable[Any], tokenizer: Any, room: int, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int | None:
     """Return the number of tokens of the shortest prompt; None without prompts. The prompts are tried by their bytes,
-    the shortest first, only until one has at most ``room`` tokens. ``words``: the tokenizer."""
+    the shortest first, only until one has at most ``room`` tokens."""
     shortest: int | None = None
     for prompt in sorted(prompts, key=_bytes):
-        tokens = len(render_prompt(prompt, words, chat_template_kwargs).ids)
+        tokens = len(render_prompt(prompt, tokenizer, chat_template_kwargs).ids)
         shortest = tokens if shortest is None else min(shortest, tokens)
         if tokens <= room:
             break
@@ -134,11 +132,11 @@ def check_cold_start(
     context."""
     if rows is None or model is None:
         return
-    words, shape = model
-    context = context_of_config(shape)
+    tokenizer, model_config = model
+    context = context_of_config(model_config)
     if context is None or cut_to_fit(section, context):
         return
-    longest = longest_row(worked_pairs(rows), words, context, chat_template_kwargs)
+    longest = longest_row(worked_pairs(rows), tokenizer, context, chat_template_kwargs)
     if longest > context:
         limit = section.arguments.get("max_length", SFT_MAX_LENGTH)
         raise ValueError(
@@ -154,33 +152,33 @@ def cut_to_fit(section: ColdStartSection, context: int | None) -> bool:
     return context is None or (limit is not None and int(limit) <= context)
 
 
-def _prompts_are_made(trainer: Any, rows: Any) -> bool:
+def _reads_other_than_prompts(trainer: Any, rows: Any) -> bool:
     """Return whether the column ``prompt`` does not show what the model will read: there are images, no such column, or
     a team's trainer that tokenizes in its own way."""
     from grpo_lab import LabTrainer
 
-    own = trainer._tokenize_prompts is not LabTrainer._tokenize_prompts
-    images = bool({"image", "images"} & {*rows.column_names}) or "prompt" not in rows.column_names
-    return own or images
+    own_tokenization = trainer._tokenize_prompts is not LabTrainer._tokenize_prompts
+    has_images = bool({"image", "images"} & {*rows.column_names})
+    return own_tokenization or has_images or "prompt" not in rows.column_names
 
 
 def longest_prompt(
-    prompts: Iterable[Any], words: Any, limit: int = 0, chat_template_kwargs: Mapping[str, Any] | None = None
+    prompts: Iterable[Any], tokenizer: Any, limit: int = 0, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int:
     """Return the number of tokens of the longest prompt. A prompt that cannot exceed ``limit``, since a token has at
-    least one byte, is not tokenized. ``words``: the tokenizer."""
-    return _longest(prompts, limit, _bytes, lambda prompt: render_prompt(prompt, words, chat_template_kwargs))
+    least one byte, is not tokenized."""
+    return _longest(prompts, limit, _bytes, lambda prompt: render_prompt(prompt, tokenizer, chat_template_kwargs))
 
 
 def longest_row(
-    rows: Iterable[Mapping[str, Any]], words: Any, limit: int, chat_template_kwargs: Mapping[str, Any] | None = None
+    rows: Iterable[Mapping[str, Any]], tokenizer: Any, limit: int, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int:
     """Return the number of tokens of the longest prompt with its completion, as `longest_prompt` counts them."""
 
     def rendered(row: Mapping[str, Any]) -> Any:
         if isinstance(row["prompt"], str):
-            return render_prompt(row["prompt"] + row["completion"], words)
-        return render_pair(row["prompt"], row["completion"], words, chat_template_kwargs)[1]
+            return render_prompt(row["prompt"] + row["completion"], tokenizer)
+        return render_pair(row["prompt"], row["completion"], tokenizer, chat_template_kwargs)[1]
 
     return _longest(rows, limit, lambda row: _bytes(row["prompt"]) + _bytes(row["completion"]), rendered)
 
@@ -192,11 +190,13 @@ def _longest(
 
     ``size``: function that counts a row's bytes; ``rendered``: function that renders and tokenizes it.
     """
-    longest, added = 0, None
-    for one in several:
-        if added is None or size(one) + added > limit:
-            tokens = len(rendered(one).ids)
-            added = tokens if added is None else added  # at least what the template adds
+    longest = 0
+    added: int | None = None  # tokens of the first row, at least as many as the template adds to any row
+    for row in several:
+        if added is None or size(row) + added > limit:
+            tokens = len(rendered(row).ids)
+            if added is None:
+                added = tokens
             longest = max(longest, tokens)
     return longest
 

@@ -47,9 +47,9 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
     """
     load, place = _loader_with_arguments(section, where)
     parameters = inspect.signature(load).parameters
-    takes = "template" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_template = "template" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     template = {}
-    if takes:
+    if takes_template:
         template = {"template": section.template}
     arguments = typed(section.arguments, load, where)
     if load is mixture and where not in OF_MIXTURE:
@@ -65,7 +65,7 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
     if section.loader in LOADERS:
         rows = found
     else:
-        rows = _with_prompts(found, section, takes, place)
+        rows = _with_prompts(found, section, takes_template, place)
     if section.limit is not None:
         rows = rows.select(range(min(section.limit, len(rows))))
     return rows
@@ -205,13 +205,13 @@ def rows_here(section: DataSection, where: str) -> Any:
     on the hub and it cannot be reached. Other errors are those of ``load_rows``."""
     from datasets.exceptions import DatasetsError
 
-    read = _ASKED_ONCE.get()
-    if read is not None and str(section) in read:
-        return read[str(section)]
-    found = None
+    loaded = _ASKED_ONCE.get()
+    if loaded is not None and str(section) in loaded:
+        return loaded[str(section)]
     if to_come(section.arguments):
         _loader_with_arguments(section, where)
         return None
+    found = None
     try:
         found = load_rows(section, where)
     except ValueError as error:
@@ -221,8 +221,8 @@ def rows_here(section: DataSection, where: str) -> Any:
         if not (of_the_hub and outlook().here_only):
             raise
         not_asked_again(error)
-    if read is not None:
-        read[str(section)] = found
+    if loaded is not None:
+        loaded[str(section)] = found
     return found
 
 

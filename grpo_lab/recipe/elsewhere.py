@@ -10,7 +10,13 @@ from collections.abc import Iterable, Mapping
 
 from grpo_lab.settings import UnknownSettingError
 
-_LORA = ("lora_r", "lora_target_modules", "lora_alpha", "lora_dropout")
+_LORA = {
+    "lora_r": "r",
+    "lora_target_modules": "target_modules",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+}
+"""TRL's flat setting → the field of ``peft.LoraConfig``."""
 _BITS = ("load_in_4bit", "load_in_8bit")
 
 RECIPE = {
@@ -27,7 +33,7 @@ RECIPE = {
     "attn_implementation": "`model_init_kwargs: {attn_implementation: …}`",
     **dict.fromkeys(_BITS, "`model_init_kwargs: {quantization_config: …}`"),
     "use_peft": "`model: {lora: {…}}`, or nothing",
-    **{name: f"`model: {{lora: {{{name if name in _LORA[2:] else name[5:]}: …}}}}`" for name in _LORA},
+    **{name: f"`model: {{lora: {{{field}: …}}}}`" for name, field in _LORA.items()},
     "system_prompt": "`data: {template: …}`",
     "chat_template": "a tokenizer's folder that holds it, `model: {tokenizer: …}`",
 }

@@ -93,7 +93,7 @@ class Job:
             cold_start: whether the cold start is still to be made.
         """
         check_engine(config.use_vllm, "use_vllm", here_only, kernels=config.vllm_mode != "server")
-        check_engine(_asks(recipe.evaluation), "evaluation.use_vllm", here_only)
+        check_engine(_uses_vllm(recipe.evaluation), "evaluation.use_vllm", here_only)
         checks.check_trackers(config.report_to)
         check_whole_model(recipe.model)
         trainer = build.trainer_class(recipe.trainer)
@@ -177,7 +177,7 @@ def _evaluation(
     return replace(section, max_new_tokens=limit), rows
 
 
-def _asks(evaluation: EvaluationSection | None) -> bool:
+def _uses_vllm(evaluation: EvaluationSection | None) -> bool:
     """Return whether there is an evaluation that asks for vLLM."""
     return evaluation is not None and evaluation.use_vllm is True
 
@@ -240,7 +240,8 @@ def numbers_read(recipe: Recipe) -> Recipe:
 def _check_eval(rows: DataSection | None, settings: Mapping[str, Any]) -> None:
     """Raise ValueError for ``eval_strategy`` without ``eval_dataset`` (``rows``), and for an ``eval_dataset`` that
     nothing evaluates on."""
-    when = str(getattr(settings.get("eval_strategy"), "value", settings.get("eval_strategy") or "no"))
+    strategy = settings.get("eval_strategy") or "no"
+    when = str(getattr(strategy, "value", strategy))
     if when != "no" and rows is None:
         raise ValueError(
             f"`eval_strategy` is {when!r} and the recipe has no `eval_dataset`: rows to evaluate on during training, "
@@ -282,7 +283,7 @@ def questions(
     Raises:
         ValueError: rows or rewards cannot be loaded, there are no rows, or gold answers are unusable.
     """
-    check_engine(_asks(evaluation), "evaluation.use_vllm", here_only)
+    check_engine(_uses_vllm(evaluation), "evaluation.use_vllm", here_only)
     load = rows_here if here_only else load_rows
     judge = build.build_reward(reward, "reward")
     rows = None
@@ -329,13 +330,13 @@ def check_model(
     known = known_model(model, where, here_only)
     if known is None:
         return None
-    words = known[0]
-    context = context_of_config(known[1])
+    tokenizer, model_config = known
+    context = context_of_config(model_config)
     limit = sampling.max_completion_length
     template_kwargs = sampling.chat_template_kwargs
     lengths = [length for length in (context, sampling.engine.get("max_model_len")) if length is not None]
     if asked.rows is not None and lengths:
-        shortest = checks.shortest_prompt(asked.rows["prompt"], words, min(lengths) - limit, template_kwargs)
+        shortest = checks.shortest_prompt(asked.rows["prompt"], tokenizer, min(lengths) - limit, template_kwargs)
         if shortest is not None and shortest + limit > min(lengths):
             raise checks.no_room(limit, min(lengths))
     if asked.held_out is not None and evaluation is not None:

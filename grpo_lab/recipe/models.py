@@ -79,7 +79,7 @@ def model_files(model: str) -> dict[str, str]:
     adapter = folder / "adapter_config.json"
     base = None
     if adapter.is_file():
-        base = _said_in(adapter).get("base_model_name_or_path")
+        base = _settings_in(adapter).get("base_model_name_or_path")
     if base and str(base) != model:
         found |= {f"base: {name}": digest for name, digest in model_files(str(base)).items()}
     return found
@@ -93,13 +93,16 @@ def files_of_model(folder: Path) -> list[Path]:
 
 def _digest(file: Path) -> str:
     """Return the digest of a file of a model, for its main JSON files without ``_WRITTEN_BY_THE_SAVING``."""
-    if file.name in ("config.json", "generation_config.json", "adapter_config.json") and (settings := _said_in(file)):
-        kept = {name: value for name, value in settings.items() if name not in _WRITTEN_BY_THE_SAVING}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
-    return file_digest(file)
+    settings: dict[str, Any] = {}
+    if file.name in ("config.json", "generation_config.json", "adapter_config.json"):
+        settings = _settings_in(file)
+    if not settings:
+        return file_digest(file)
+    kept = {name: value for name, value in settings.items() if name not in _WRITTEN_BY_THE_SAVING}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _said_in(file: Path) -> dict[str, Any]:
+def _settings_in(file: Path) -> dict[str, Any]:
     """Return the settings in a JSON file; `{}` if it is broken: loading the model will raise an error that names it."""
     try:
         return read_record(file)
@@ -224,10 +227,6 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
 
     check_place(model, "model")
     base = _base_of_adapter(model)
-    if use_cpu or not torch.cuda.is_available():
-        device = "cpu"
-    else:
-        device = "cuda"
     if tokenizer is None and base is not None and Path(model).is_dir() and not holds_tokenizer(model):
         log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
         tokenizer = base
@@ -238,14 +237,18 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
         except ValueError as error:
             said = f"{model!r} is an adapter of {base!r} (adapter_config.json), which cannot be loaded: {error}"
             raise ValueError(said) from error
-    words = load_tokenizer(ModelSection(path=model, tokenizer=tokenizer))
+    loaded_tokenizer = load_tokenizer(ModelSection(path=model, tokenizer=tokenizer))
     with loading(model), whole_on_each_rank():
         if base is None:
             kind: Any = model_class(model)[0]
         else:
             kind = AutoPeftModelForCausalLM
         loaded = kind.from_pretrained(model)
-    return loaded.to(device).eval(), words
+    if use_cpu or not torch.cuda.is_available():
+        device = "cpu"
+    else:
+        device = "cuda"
+    return loaded.to(device).eval(), loaded_tokenizer
 
 
 @contextmanager
@@ -296,8 +299,8 @@ def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, A
     from transformers import AutoConfig
 
     if section.tiny is not None:
-        model, words = load_model(section, seed=0)
-        return words, model.config
+        model, tokenizer = load_model(section, seed=0)
+        return tokenizer, model.config
     base = _base_of_adapter(str(section.path))
     path = str(section.path) if base is None else base
     named = [name for name in (path, section.tokenizer) if name is not None]

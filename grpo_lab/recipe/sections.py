@@ -70,8 +70,7 @@ class ModelSection:
             raise ValueError(f"`model` needs {said}")
 
     def refuse(self, where: str, **unread: str) -> None:
-        """Raise ValueError if a setting is set that nothing reads at ``where``. ``unread``: names of such settings,
-        each with the reason."""
+        """Raise ValueError for a setting that nothing reads at ``where``. ``unread``: such settings → the reason."""
         for name, why in unread.items():
             if getattr(self, name) is not None:
                 raise ValueError(f"`{where}.{name}` has no effect: {why}; leave it out")
@@ -119,8 +118,7 @@ STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
 
 @settings()
 class HeldOutSection:
-    """``evaluation`` of a task of ``mixture``: its held-out rows, and the reward that judges the answers (default: the
-    task's first)."""
+    """``evaluation`` of a task: its held-out rows, and the reward that judges answers (default: the task's first)."""
 
     data: DataSection
     reward: RewardSection | None = None
@@ -166,7 +164,14 @@ class ColdStartSection:
         refuse_words_from_elsewhere(self.arguments, "`cold_start`", SUPERVISED)
 
 
-LISTED = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else () if value is None else (value,))
+def _listed(value: Any) -> Any:
+    """Return a single value as a list of it alone, and None as an empty list."""
+    if value is None:
+        return ()
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+LISTED = BeforeValidator(_listed)
 NONE = BeforeValidator(lambda value: None if value == "none" else value)
 _FACTS = re.compile(
     r"(sampled_)?accuracy(_low|_high)?|pass_at_\d+|length|reflection|ece_\w+|rows|tokens|steps|difference|p_value"
@@ -175,7 +180,6 @@ _FACTS = re.compile(
 
 
 def _of_template(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return arguments of a chat template, once they are checked."""
     try:
         check_template_kwargs(kwargs)
     except ValueError as error:
@@ -188,8 +192,7 @@ TemplateKwargs = Annotated[Mapping[str, Any], AfterValidator(_of_template)]
 
 def template_kwargs_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``chat_template_kwargs`` of a training's flat settings as a dict; there it may be JSON text, as in TRL."""
-    said = arguments.get("chat_template_kwargs") or {}
-    return dict(from_json(said, "chat_template_kwargs"))
+    return dict(from_json(arguments.get("chat_template_kwargs") or {}, "chat_template_kwargs"))
 
 
 @settings()
@@ -244,8 +247,7 @@ class EvaluationSection:
 
     def rendered_as(self, kwargs: Mapping[str, Any] | None) -> EvaluationSection:
         """Return this section with the run's ``chat_template_kwargs``, unless it has its own."""
-        said = self.chat_template_kwargs is not None
-        if said or not kwargs:
+        if self.chat_template_kwargs is not None or not kwargs:
             return self
         return replace(self, chat_template_kwargs=dict(kwargs))
 
@@ -321,13 +323,13 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 
 def check_command(written: Mapping[str, Any], command: str) -> None:
-    """Raise ValueError if a recipe's mapping is one for another command or framework, or names no usable output folder.
-    """
+    """Raise ValueError if a recipe is one for another command or framework, or names no usable output folder."""
     refuse_words_from_elsewhere(written, words=RECIPE if command == "train" else SAVED)
     for key in (*written, written.get("method")):
         other = TELLING.get(str(key), command)
         if other != command:
-            said = f"since it has `{'method: ' * (key == written.get('method'))}{key}`"
+            seen = f"method: {key}" if key == written.get("method") else key
+            said = f"since it has `{seen}`"
             raise ValueError(f"this is a recipe of `grpo-lab {other}`, {said}; `grpo-lab {command}` takes another")
     check_folder_name(written.get("output_dir", f"runs/{written.get('name')}"))
 

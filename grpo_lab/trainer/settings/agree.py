@@ -7,7 +7,7 @@ have ``loss_type`` gets a name that TRL refuses to compute (``limits.NOT_TRLS``)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_lab.objectives import preset
 from grpo_lab.trainer.settings import knobs
@@ -15,6 +15,20 @@ from grpo_lab.trainer.settings.algorithm import TRL_EQUIVALENT, TRL_SCALING, Alg
 from grpo_lab.trainer.settings.knobs import name_of
 from grpo_lab.trainer.settings.limits import NOT_TRLS
 from grpo_lab.trainer.settings.parse import LabSettings, ObjectiveSettings
+
+
+class Fixed(NamedTuple):
+    """What a setting of ours makes a field of TRL's.
+
+    Attributes:
+        value: the value that the field must have; None if TRL has nothing that means the same.
+        setting: name of our setting.
+        chosen: its value.
+    """
+
+    value: Any
+    setting: str
+    chosen: Any
 
 
 def _loss_type(chosen: ObjectiveSettings, by_task: bool) -> str:
@@ -34,52 +48,50 @@ def _loss_type(chosen: ObjectiveSettings, by_task: bool) -> str:
     return TRL_EQUIVALENT[name][0]
 
 
-def _said_of_advantages(rule: Any) -> dict[str, tuple[Any, str, Any]]:
-    """Return the TRL fields that an advantage rule fixes, in the form of ``_said_of``. ``gdpo`` does not fix
-    ``scale_rewards``, since TRL does not read it where each reward is normalised on its own."""
+def _fixed_by_rule(rule: Any) -> dict[str, Fixed]:
+    """Return the TRL fields that an advantage rule fixes. ``gdpo`` does not fix ``scale_rewards``, since TRL does not
+    read it where each reward is normalised on its own."""
     if rule == "gdpo":
-        return {"multi_objective_aggregation": (knobs.APART, "advantage", rule)}
-    summed = ("sum_then_normalize", "advantage", rule)
-    return {"scale_rewards": (_scaling(rule), "advantage", rule), "multi_objective_aggregation": summed}
+        return {"multi_objective_aggregation": Fixed(knobs.APART, "advantage", rule)}
+    return {
+        "scale_rewards": Fixed(_scaling(rule), "advantage", rule),
+        "multi_objective_aggregation": Fixed("sum_then_normalize", "advantage", rule),
+    }
 
 
-def _said_of(args: Any, ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
-    """Return the TRL fields that our settings fix, each with (the value that it must have, our setting that says so,
-    that setting's value). A value of None: TRL has nothing that means the same."""
+def _fixed_by(args: Any, ours: LabSettings) -> dict[str, Fixed]:
+    """Return the TRL fields that our settings fix."""
     chosen = ours.objective
     if chosen is None:
-        rule = None
-        if ours.advantage is not None:
-            rule = ours.advantage.name
-        if rule is None:
+        if ours.advantage is None or ours.advantage.name is None:
             return {}
-        return _said_of_advantages(rule)
+        return _fixed_by_rule(ours.advantage.name)
     row = preset(chosen.name or "grpo")
     loss_type, level = TRL_EQUIVALENT.get(chosen.name or "grpo", (None, row.ratio))
     rule = knobs.advantage_choice(ours.advantage, knobs.rule_beside(args, chosen))[0]
-    said: dict[str, tuple[Any, str, Any]] = {
-        "loss_type": (loss_type, "objective", chosen.name),
-        "importance_sampling_level": (chosen.ratio or level, "objective.ratio", chosen.ratio or row.ratio),
-        **_said_of_advantages(rule),
+    fixed = {
+        "loss_type": Fixed(loss_type, "objective", chosen.name),
+        "importance_sampling_level": Fixed(chosen.ratio or level, "objective.ratio", chosen.ratio or row.ratio),
+        **_fixed_by_rule(rule),
     }
     if row.plain_k3 and ours.kl is None:
-        said["use_bias_correction_kl"] = (False, "objective", chosen.name)
+        fixed["use_bias_correction_kl"] = Fixed(False, "objective", chosen.name)
     for name, knob in knobs.flat_settings(knobs.surrogate_part(chosen)).items():
         value = chosen.knobs.get(knob)
         if value is not None:
-            said[name] = (value, f"objective.{knob}", value)
-    return said
+            fixed[name] = Fixed(value, f"objective.{knob}", value)
+    return fixed
 
 
 def agree_with_trl(args: Any, ours: LabSettings) -> None:
     """Check TRL's settings in ``args`` against ours, then write into TRL's fields what ours say. Raises ValueError,
     which names both settings, if a field that the user set contradicts a setting of ours."""
     chosen = ours.objective
-    said = _said_of(args, ours)
+    fixed = _fixed_by(args, ours)
     loss_type = None
     if chosen is not None:
         loss_type = _loss_type(chosen, any(task.has_own_loss for task in ours.tasks.values()))
-    for name, (expected, setting, value) in said.items():
+    for name, (expected, setting, value) in fixed.items():
         found = getattr(args, name)
         # as written here before; a saved record may hold a part by another name
         ours_already = name == "loss_type" and (
@@ -91,8 +103,8 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
             else:
                 meaning = f"means `{name}`={expected!r}"
             raise ValueError(f"`{name}`={found!r} contradicts `{setting}`={value!r}, which {meaning}: leave one out")
-    for name, (expected, *_) in said.items():
-        setattr(args, name, expected)
+    for name, one in fixed.items():
+        setattr(args, name, one.value)
     if chosen is not None:
         args.loss_type = loss_type
         args.importance_sampling_level = chosen.ratio or preset(chosen.name or "grpo").ratio

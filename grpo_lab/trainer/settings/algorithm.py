@@ -246,28 +246,34 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
 
 def _names(objective: Objective, advantage: str) -> dict[str, str]:
     """Return what the parts of an objective, and an advantage rule, are called (``Algorithm.names``)."""
-    own = knobs.knobs_in_words(objective.surrogate)
-    kl = objective.kl
-    said = "none"
-    if kl is not None:
-        tokens = ""
-        if kl.per != "sequence":
-            tokens = f", per token (γ={kl.gamma:g})"
-        target = ""
-        if kl.control is not None:
-            target = f", steered to {kl.control.target:g} nats a completion"
-        said = f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}{target}"
-    return {
+    names = {
         "objective": objective.name,
         "advantage": advantage,
         "ratio": objective.ratio,
         "surrogate": name_of(objective.surrogate),
-        **({"knobs": own} if own else {}),
-        "aggregation": in_words(objective.aggregate, objective.aggregate),
-        "kl": said,
-        **({"gates": ", ".join(in_words(gate, gate) for gate in objective.gates)} if objective.gates else {}),
-        **({"entropy": objective.entropy.in_words()} if objective.entropy else {}),
     }
+    knobs_of_surrogate = knobs.knobs_in_words(objective.surrogate)
+    if knobs_of_surrogate:
+        names["knobs"] = knobs_of_surrogate
+    names["aggregation"] = in_words(objective.aggregate, objective.aggregate)
+    names["kl"] = _kl_in_words(objective.kl)
+    if objective.gates:
+        names["gates"] = ", ".join(in_words(gate, gate) for gate in objective.gates)
+    if objective.entropy:
+        names["entropy"] = objective.entropy.in_words()
+    return names
+
+
+def _kl_in_words(kl: KLTerm | None) -> str:
+    if kl is None:
+        return "none"
+    tokens = ""
+    if kl.per != "sequence":
+        tokens = f", per token (γ={kl.gamma:g})"
+    target = ""
+    if kl.control is not None:
+        target = f", steered to {kl.control.target:g} nats a completion"
+    return f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}{target}"
 
 
 def _gates(args: Any) -> tuple[Gate, ...]:

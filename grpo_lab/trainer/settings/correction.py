@@ -50,12 +50,12 @@ def agree_on_correction(args: Any, ours: LabSettings) -> None:
         return
     correction = knobs.correction_from(args, chosen)
     named = knobs.name_of(chosen.name)
-    said: dict[str, Any] = {ON: True, MODE: TRLS_MODES.get(type(correction), f"{NOT_TRLS}{named}")}
+    fixed: dict[str, Any] = {ON: True, MODE: TRLS_MODES.get(type(correction), f"{NOT_TRLS}{named}")}
     if is_trls(correction):
-        said |= {name: getattr(correction, knob) for knob, name in knobs.SAMPLER_BOUNDS.items()}
+        fixed |= {name: getattr(correction, knob) for knob, name in knobs.SAMPLER_BOUNDS.items()}
     else:
-        said |= {name: knobs.default_of(args, name) for name in knobs.SAMPLER_BOUNDS.values()}
-    for name, expected in said.items():
+        fixed |= {name: knobs.default_of(args, name) for name in knobs.SAMPLER_BOUNDS.values()}
+    for name, expected in fixed.items():
         found = getattr(args, name)
         ours_already = name == MODE and str(found).startswith(NOT_TRLS)
         if not knobs.written(args, name) or found == expected or ours_already:
@@ -68,7 +68,7 @@ def agree_on_correction(args: Any, ours: LabSettings) -> None:
         raise ValueError(
             f"`{name}`={found!r} contradicts `correction`={named!r}, which means `{name}`={expected!r}: leave one out"
         )
-    for name, value in said.items():
+    for name, value in fixed.items():
         setattr(args, name, value)
 
 

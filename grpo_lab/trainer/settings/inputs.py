@@ -104,8 +104,7 @@ def turns_of(tools: Any, environment_factory: Any) -> str | None:
 
 
 def check_weights(weights: Any, rewards: list[Any]) -> None:
-    """Raise ValueError if there are not as many ``weights`` as ``rewards``; TRL's own error does not name the rewards.
-    """
+    """Raise ValueError if ``weights`` and ``rewards`` are not equally many; TRL's error does not name the rewards."""
     if len(weights) != len(rewards):
         names = [reward_name(one) for one in rewards]
         raise ValueError(f"`reward_weights` has {len(weights)} entries, and there are {len(rewards)} rewards: {names}")
@@ -228,9 +227,11 @@ def check_prompt_lengths(
     Raises:
         ValueError: a prompt fills the context.
     """
-    known = context_of_config(config), "`max_position_embeddings` of the model"
-    found = [(tokens, name) for tokens, name in (known, (limit, "`vllm_max_model_length`")) if tokens]
-    context, setting = min(found, default=(None, ""))
+    limits = [
+        (context_of_config(config), "`max_position_embeddings` of the model"),
+        (limit, "`vllm_max_model_length`"),
+    ]
+    context, setting = min(((tokens, name) for tokens, name in limits if tokens), default=(None, ""))
     longest = max(lengths, default=0)
     room = max_completion_length
     if context is None or longest + (room or 1) <= context:

@@ -118,7 +118,8 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
         return _built(part, own, "surrogate")
     flat = {field: getattr(args, name) for name, field in read.items() if is_ours(part) or written(args, name)}
     papers = papers_bounds(chosen)
-    if not any(field in own or written(args, name) for name, field in read.items() if field in papers):
+    sets_one = any(field in own or written(args, name) for name, field in read.items() if field in papers)
+    if not sets_one:
         flat |= papers
     return _built(part, {**flat, **own}, "surrogate")
 
@@ -250,8 +251,7 @@ def in_words(part: Any, chosen: Any) -> str:
 
 
 def knobs_in_words(part: Any, only_set: bool = False) -> str:
-    """Return the knobs of a part as ``knob=value, …``; with ``only_set`` those alone that differ from their defaults.
-    """
+    """Return the knobs of a part as ``knob=value, …``; with ``only_set`` those that differ from their defaults."""
     values = {name: (getattr(part, name), default) for name, default in registry.knobs_of(part).items()}
     shown = {name: value for name, (value, default) in values.items() if not (only_set and value == default)}
     return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
@@ -301,12 +301,12 @@ def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: 
     refuse_unknown([name for name in knobs if name not in elsewhere], allowed, f"`{where}`")
     chosen = {name: value for name, value in knobs.items() if value is not None}
     for name in chosen:
-        if not is_class or name not in known:
-            reads = f", which reads {list(known) or 'none of these settings'}; leave it out"
-            raise ValueError(
-                f"`{where}.{name}`={chosen[name]} has no effect on the {what} "
-                f"{name_of(part)!r}{reads if is_class else ' given as an object; set it there'}"
-            )
+        if is_class and name in known:
+            continue
+        why = " given as an object; set it there"
+        if is_class:
+            why = f", which reads {list(known) or 'none of these settings'}; leave it out"
+        raise ValueError(f"`{where}.{name}`={chosen[name]} has no effect on the {what} {name_of(part)!r}{why}")
     found = {}
     if chosen:
         found = typed(chosen, part, where)

@@ -42,11 +42,14 @@ class SamplerSettings:
     hard_below: Number | None = None
 
     def __post_init__(self) -> None:
-        reads, (_, *knobs) = KNOBS[self.name], self.__dataclass_fields__
-        for knob in knobs:
+        reads = KNOBS[self.name]
+        for knob in self.__dataclass_fields__:
+            if knob == "name":
+                continue
             if getattr(self, knob) is not None and knob not in reads:
                 raise ValueError(f"`sampler.{knob}` has no effect with `sampler.name: {self.name}`; leave it out")
-            if reads.get(knob, "") != "" and self[knob] in (None, ""):
+            may_be_empty = reads.get(knob, "") == ""
+            if not may_be_empty and self[knob] in (None, ""):
                 raise ValueError(f"`sampler.{knob}` is needed with `sampler.name: {self.name}`")
 
     def __getitem__(self, knob: str) -> Any:

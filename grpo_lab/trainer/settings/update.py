@@ -12,7 +12,7 @@ from grpo_lab.settings import Positive, must_be, settings
 def word(value: Any) -> Any:
     """Return true and false as the words ``on`` and ``off``, other values as they are."""
     if isinstance(value, bool):  # YAML 1.1 reads a bare `off` as false
-        return ("off", "on")[value]
+        return "on" if value else "off"
     return value
 
 
@@ -50,15 +50,17 @@ class UpdateSettings:
     silent_rows: Literal["auto", "skip", "keep"] = "auto"
 
     def __post_init__(self) -> None:
-        keep = self.dead_groups == "keep" or None
-        share = self.share_prompts == "on" or None
-        knobs = {"randomness": self.randomness, "max_tokens": self.max_tokens, "dead_groups: keep": keep}
-        knobs["share_prompts: on"] = share
-        knobs["silent_rows: skip"] = self.silent_rows == "skip" or None
-        for knob, value in knobs.items():
-            if self.is_off and value is not None:
+        of_the_exact_update = {
+            "randomness": self.randomness is not None,
+            "max_tokens": self.max_tokens is not None,
+            "dead_groups: keep": self.dead_groups == "keep",
+            "share_prompts: on": self.share_prompts == "on",
+            "silent_rows: skip": self.silent_rows == "skip",
+        }
+        for setting, is_set in of_the_exact_update.items():
+            if self.is_off and is_set:
                 said = "which computes all rows in stock's batches, with stock's draws; leave it out"
-                raise ValueError(f"`update.{knob}` has no effect with `update: off`, {said}")
+                raise ValueError(f"`update.{setting}` has no effect with `update: off`, {said}")
         if self.silent_rows == "skip" and self.dead_groups == "keep":
             said = "which computes all rows; leave one of them out"
             raise ValueError(f"`update.silent_rows: skip` has no effect with `update.dead_groups: keep`, {said}")
