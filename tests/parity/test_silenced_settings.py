@@ -78,6 +78,7 @@ SILENCED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "resample": (OwnBatches, {"update": {"dead_groups": "resample"}}, "`update.dead_groups: resample` would"),
     "groups": (LabTrainer, {"rollout": {"generate": "groups"}}, "`rollout.generate: groups` .* `rollout_func` keeps"),
+    "compiled": (LabTrainer, {"rollout": {"generate": "compiled"}}, "`rollout.generate: compiled` .* `rollout_func`"),
     "guard": (OwnNorm, {"guard": {"max_bad_steps": 1}}, "`guard` .* `OwnNorm._get_grad_norm` keeps"),
 }
 

@@ -84,6 +84,7 @@ ACTING: tuple[Acting, ...] = (
         "_generate_single_turn",
         {
             "rollout.generate: groups": lambda s: s.rollout.generate == "groups",
+            "rollout.generate: compiled": lambda s: s.rollout.generate == "compiled",
             "rollout.thinking_budget": lambda s: s.rollout.thinking_budget is not None and s.rollout.turns is None,
             "rollout.overlap": lambda s: s.rollout.overlap > 0,
             "rollout.cut_after": lambda s: s.rollout.cut_after is not None,
