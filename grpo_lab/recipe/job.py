@@ -122,10 +122,7 @@ class Job:
         room = checks.check_room(trainer, config, model, rows, turns is not None)
         if (policy := made_from(recipe.model)) is not None:
             check_policy(policy, config)
-        # what our constructor refuses before it looks at a model; a team's own may change its arguments first
-        if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
-            with in_its_words(recipe.data):
-                resolve_arguments(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
+        _check_as_the_constructor(trainer, recipe, config, rewards, rows, eval_rows)
         return cls(
             name=recipe.name,
             folder=recipe.output_dir,
@@ -144,6 +141,20 @@ class Job:
             room=room,
             facts=facts_of(recipe),
         )
+
+
+def _check_as_the_constructor(
+    trainer: type[LabTrainer], recipe: Recipe, config: LabConfig, rewards: list[Any], rows: Any, eval_rows: Any
+) -> None:
+    """Raise ValueError for what the trainer's constructor would refuse before it looks at a model.
+
+    Nothing is checked without rows, with an environment (which may bring the prompts), or with a constructor of a
+    team's own, which may change its arguments first.
+    """
+    if rows is None or trainer.__init__ is not LabTrainer.__init__ or recipe.environment_factory is not None:
+        return
+    with in_its_words(recipe.data):
+        resolve_arguments(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
 
 
 def _evaluation(
