@@ -1,5 +1,4 @@
-"""Checks that the trainer makes of its model, made on a model without weights: before anything is loaded or
-evaluated."""
+"""Checks of a model without its weights, as the trainer makes them: before anything is loaded or evaluated."""
 
 from __future__ import annotations
 

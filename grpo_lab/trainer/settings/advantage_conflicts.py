@@ -1,4 +1,4 @@
-"""What the advantage rule in force and other settings do not allow each other: rows of ``conflicts.AFTER``."""
+"""Conflicts between the advantage rule in force and other settings: rows of ``conflicts.AFTER``."""
 
 from __future__ import annotations
 

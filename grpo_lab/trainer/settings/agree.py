@@ -1,4 +1,4 @@
-"""TRL's settings and ours kept from contradicting each other: what one of ours says is written into TRL's field.
+"""Keep TRL's settings and ours from contradicting each other: what one of ours says is written into TRL's field.
 
 Whatever reads TRL's fields (model card, logs, a saved record) then reads the truth. With ``objective: dr_grpo``, for
 example, ``loss_type`` becomes ``dr_grpo`` and ``scale_rewards`` becomes ``none``. For an objective that TRL does not

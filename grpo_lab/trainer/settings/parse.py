@@ -151,7 +151,7 @@ class KLSettings:
         gamma: with ``per: token``: the discount; ``None``: 1.
         target: in the reward: the KL, in nats per completion, to which β is steered, beginning at ``coefficient``.
         rate: with ``target``: how fast β follows; at 0.1, the default, by at most 2% a generation batch.
-        horizon: in place of ``rate``, which is then the number of completions of a generation batch over this number.
+        horizon: in place of ``rate``: the rate is then the completions of a generation batch divided by this number.
     """
 
     estimator: Annotated[str, Field(strict=True), must_be("a name, as in {estimator: k2, coefficient: 0.1}")] = "k3"

@@ -30,8 +30,8 @@ class SamplerSettings:
         floor: least weight of a problem; the hardest has 1. Above 0 every problem keeps being drawn; only
             ``uniform_then_hard`` may have 0.
         decay: share of the earlier counts kept when a problem is seen again.
-        uniform_rounds: generation batches over all problems before the hard ones.
-        hard_below: a problem is hard if its pass rate is smaller.
+        uniform_rounds: number of generation batches drawn from all problems before only hard ones are drawn.
+        hard_below: pass rate below which a problem is hard.
     """
 
     name: Literal["prioritized", "curriculum", "uniform_then_hard"]

@@ -1,4 +1,4 @@
-"""What the engine's distribution and other settings do not allow each other: rows of ``conflicts.BEFORE``."""
+"""Conflicts between the engine's sampling distribution and other settings: rows of ``conflicts.BEFORE``."""
 
 from __future__ import annotations
 
