@@ -37,18 +37,21 @@ def without_mixture(written: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("data", "rewards", "tasks"):
         if name in written:
             raise ValueError(f"`mixture` and `{name}` are both set: a task of `mixture` has its own; leave one out")
-    given = written["mixture"]
-    if not isinstance(given, Mapping) or not given:
-        raise ValueError(f"`mixture` is {given!r}; it must be a mapping of tasks, {{name: {{data: …, rewards: …}}}}")
-    rewards = [
-        {**_as_mapping(reward), "for_task": str(name)} for name, task in given.items() for reward in task["rewards"]
-    ]
-    tasks = {
-        str(name): {key: task[key] for key in OF_TRAINING if task.get(key) is not None} for name, task in given.items()
+    tasks = written["mixture"]
+    if not isinstance(tasks, Mapping) or not tasks:
+        raise ValueError(f"`mixture` is {tasks!r}; it must be a mapping of tasks, {{name: {{data: …, rewards: …}}}}")
+    return {
+        **{key: value for key, value in written.items() if key != "mixture"},
+        "data": {"loader": LOADER, **{str(name): task["data"] for name, task in tasks.items()}},
+        "rewards": [
+            {**_as_mapping(reward), "for_task": str(name)} for name, task in tasks.items() for reward in task["rewards"]
+        ],
+        "tasks": {
+            str(name): {key: task[key] for key in OF_TRAINING if task.get(key) is not None}
+            for name, task in tasks.items()
+        },
+        **_evaluation(tasks, written.get("evaluation")),
     }
-    rest = {key: value for key, value in written.items() if key != "mixture"}
-    data = {"loader": LOADER, **{str(name): task["data"] for name, task in given.items()}}
-    return {**rest, "data": data, "rewards": rewards, "tasks": tasks, **_evaluation(given, written.get("evaluation"))}
 
 
 @contextmanager
@@ -63,16 +66,16 @@ def in_its_words(data: Any) -> Iterator[None]:
         raise type(error)(str(error).replace("`tasks.", "`mixture.")) from error
 
 
-def _evaluation(given: Mapping[str, Any], beside: Any) -> dict[str, Any]:
+def _evaluation(tasks: Mapping[str, Any], beside: Any) -> dict[str, Any]:
     """Return ``{"evaluation": …}`` with the held-out rows and rewards of all tasks; an empty dict if no task has any.
 
-    ``given``: the tasks; ``beside``: the recipe's own ``evaluation``, whose other keys are kept. Raises ValueError if
+    ``beside``: the recipe's own ``evaluation``, whose other keys are kept. Raises ValueError if
     only some tasks have held-out rows, or ``evaluation`` itself sets ``data``, ``reward`` or ``by``.
     """
-    held_out = {str(name): task["evaluation"] for name, task in given.items() if task.get("evaluation") is not None}
+    held_out = {str(name): task["evaluation"] for name, task in tasks.items() if task.get("evaluation") is not None}
     if not held_out:
         return {}
-    lacking = next((name for name in given if str(name) not in held_out), None)
+    lacking = next((name for name in tasks if str(name) not in held_out), None)
     if lacking is not None:
         raise ValueError(
             f"`mixture.{lacking}.evaluation` is missing, and other tasks have one: name held-out rows of all tasks, or "
@@ -82,7 +85,7 @@ def _evaluation(given: Mapping[str, Any], beside: Any) -> dict[str, Any]:
         if name in (beside or {}):
             raise ValueError(f"`evaluation.{name}` is set beside `mixture.<task>.evaluation`: leave one out")
     data = {"loader": LOADER, **{name: one["data"] for name, one in held_out.items()}}
-    judges = {name: _judge(one.get("reward") or given[name]["rewards"][0]) for name, one in held_out.items()}
+    judges = {name: _judge(one.get("reward") or tasks[name]["rewards"][0]) for name, one in held_out.items()}
     return {"evaluation": {**(beside or {}), "data": data, "reward": {"name": BY_TASK, **judges}, "by": COLUMN}}
 
 

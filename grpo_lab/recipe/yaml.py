@@ -165,29 +165,33 @@ def set_at(written: dict[str, Any], key: str, value: Any, where: str = "--") -> 
     Raises ValueError if there is something else on the way; the message writes ``where`` before the key.
     """
     *path, last = key.split(".")
-    place: Any = written
-    before = ""
+    section: Any = written
+    name_of_section = ""
     for step in path:
-        if isinstance(place, list):
-            at: Any = _index(place, step, where + key)
+        place = _place_in(section, step, where + key)
+        if isinstance(section, list):
+            may_be_bare = name_of_section in LISTS_OF_NAMED
         else:
-            at = step
-        if isinstance(place, dict) and place.get(at) is None:
-            place[at] = {}
-        if isinstance(place[at], str) and (step in NAMED if isinstance(place, dict) else before in LISTS_OF_NAMED):
-            place[at] = {"name": place[at]}
-        if not isinstance(place[at], dict | list):
-            seen = f"{step!r} is {place[at]!r} in the recipe"
+            may_be_bare = step in NAMED
+            if section.get(step) is None:
+                section[step] = {}
+        if may_be_bare and isinstance(section[place], str):
+            section[place] = {"name": section[place]}
+        if not isinstance(section[place], dict | list):
+            seen = f"{step!r} is {section[place]!r} in the recipe"
             raise ValueError(f"`{where}{key}`: {seen}, and not a section that holds {last!r}")
-        place = place[at]
-        before = step
-    place[_index(place, last, where + key) if isinstance(place, list) else last] = value
+        section = section[place]
+        name_of_section = step
+    section[_place_in(section, last, where + key)] = value
 
 
-def _index(place: list[Any], step: str, key: str) -> int:
-    """Return ``step`` of the dotted ``key`` as an index of the list ``place``. Raises ValueError if it is none."""
-    if not (step.isascii() and step.isdigit() and int(step) < len(place)):
-        allowed = f"a list with {len(place)} entries; places are 0 to {len(place) - 1}"
+def _place_in(section: dict[str, Any] | list[Any], step: str, key: str) -> Any:
+    """Return ``step`` of the dotted ``key`` as a key of a mapping, or as an index of a list. Raises ValueError if the
+    list has no such entry."""
+    if isinstance(section, dict):
+        return step
+    if not (step.isascii() and step.isdigit() and int(step) < len(section)):
+        allowed = f"a list with {len(section)} entries; places are 0 to {len(section) - 1}"
         raise ValueError(f"`{key}`: {step!r} is no place of {allowed}")
     return int(step)
 

@@ -128,10 +128,10 @@ def check_loss(values: Mapping[str, Any]) -> None:
         elif words == "a name":
             fits = isinstance(value, str)
         else:
-            number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+            is_number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
             if words.startswith("a whole number"):
-                number = number and isinstance(value, Integral)
-            fits = number or (value is None and words != "a number")
+                is_number = is_number and isinstance(value, Integral)
+            fits = is_number or (value is None and words != "a number")
         if not fits:
             raise ValueError(f"`{name}` is {value!r}; it must be {words}")
     low = values["entropy_coef_min"]
@@ -169,8 +169,7 @@ def check_choices(values: Mapping[str, Any], where: str = "") -> None:
         value = values.get(name)
         if isinstance(value, str) and not isinstance(value, Enum) and value not in known and not _ours(name, value):
             raise ValueError(f"`{prefix}{name}` is {value!r}{one_of(value, known)}")
-    strategies = {name: values.get(BY_STRATEGY.get(name, ""), "steps") for name in RANGES}
-    ranges = {name: one for name, one in RANGES.items() if _text(strategies[name]) == "steps"}
+    ranges = {name: one for name, one in RANGES.items() if _is_read(name, values)}
     if not (values.get("max_steps") or -1) > 0:
         ranges["num_train_epochs"] = _ABOVE_0
     off = -1 if values.get("use_vllm") else 0  # vLLM's value for off
@@ -182,6 +181,13 @@ def check_choices(values: Mapping[str, Any], where: str = "") -> None:
             if name == "save_steps":
                 more = ", or `save_strategy: no` for no checkpoints"
             raise ValueError(f"`{prefix}{name}` is {value}; it must be {words}{more}")
+
+
+def _is_read(name: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a setting is read with the strategy that its values have (``BY_STRATEGY``)."""
+    if name not in BY_STRATEGY:
+        return True
+    return _text(values.get(BY_STRATEGY[name], "steps")) == "steps"
 
 
 def _ours(name: str, value: str) -> bool:
