@@ -16,7 +16,8 @@ infinities have meanings there (a token that is not scored)."""
 
 
 class NumbersError(FloatingPointError):
-    """Error: optimizer steps could not be taken (``guard.max_bad_steps``), or weights are not finite; exit code 4."""
+    """Error for numbers that are not finite: too many optimizer steps were left out (``guard.max_bad_steps``), or
+    weights cannot be used. The exit code is 4."""
 
 
 def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:

@@ -117,8 +117,7 @@ def as_line(row: Mapping[str, Any]) -> str:
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    """Write lines of text, completely or not at all. They are taken from ``lines`` one by one, so it may be a generator
-    of more than fits in memory."""
+    """Write lines of text, completely or not at all. ``lines`` may be a generator of more than fits in memory."""
 
     def write(partial: Path) -> None:
         with partial.open("w", encoding="utf-8") as file:
@@ -278,7 +277,7 @@ def own_cores() -> int:
 
 
 def is_local(path: str | None) -> bool:
-    """Return whether a model or data set is a folder here rather than a hub name."""
+    """Return whether ``path``, of a model or data set, is a local folder and not a hub name."""
     return bool(path) and Path(str(path)).is_dir()
 
 

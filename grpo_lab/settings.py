@@ -387,7 +387,7 @@ def _is_enum(kind: Any) -> bool:
 
 
 def _members(declared: Any) -> list[Any]:
-    """Return the members of a union; of another type a list of it alone, and of None an empty list."""
+    """Return the types of a union as a list, another type as a list of it alone, and None as an empty list."""
     if get_origin(declared) in (Union, types.UnionType):
         return [inner for member in get_args(declared) for inner in _members(member)]
     if declared is None:

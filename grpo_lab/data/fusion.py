@@ -39,7 +39,7 @@ _END = "</think>"
 
 @settings()
 class FusionShares:
-    """Shares of the kinds of rows in a fusion, each between 0 and 1, drawn row by row.
+    """How many rows of a fusion are of which kind. Shares are between 0 and 1; the kind is drawn row by row.
 
     Args:
         unflagged: share of the thinking rows that have no flag.

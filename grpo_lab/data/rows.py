@@ -170,7 +170,7 @@ def required_column(rows: Sequence[Row], names: Sequence[str], source: str | Pat
 
 
 def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
-    """Return a cell as text, numbers as they are written. Raises ValueError if it is empty or no text."""
+    """Return a cell as text, a number as the file writes it. Raises ValueError if the cell is empty, or neither."""
     value = row.get(column)
     text = value if isinstance(value, str) else number_text(value)
     if text is None or not text.strip():

@@ -240,8 +240,8 @@ class _Draft:
         return who | {"a": str(a), "k": str(k)}
 
     def _solve(self, operations: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the lines of the solution, and the final value, with ``operations`` in place of the moves' own. The
-        value is None if it, or one on the way, is not whole and positive."""
+        """Return the lines of the solution and the final value, if each move has its operation out of ``operations``.
+        The value is None if it, or a value on the way, is not whole and positive."""
         lines: list[str] = []
         value: int | None = None
         for turn, ((move, (left, right)), operation) in enumerate(zip(self.moves, operations, strict=True)):

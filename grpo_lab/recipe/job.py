@@ -194,7 +194,7 @@ def _uses_vllm(evaluation: EvaluationSection | None) -> bool:
 
 
 def facts_of(recipe: Recipe) -> dict[str, Any]:
-    """Return what ``run.json`` says of a recipe."""
+    """Return the facts about a recipe that ``run.json`` records: name, model, template, settings, cold start, data."""
     return {
         "name": recipe.name,
         "model": recipe.model.name,

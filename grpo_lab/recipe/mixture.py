@@ -95,7 +95,7 @@ def _as_mapping(reward: Any) -> dict[str, Any]:
 
 
 def _judge(reward: Any) -> dict[str, Any]:
-    """Return a reward as one that judges answers, which has no weight."""
+    """Return a task's reward, to judge answers by, without its weight."""
     return {key: value for key, value in _as_mapping(reward).items() if key != "weight"}
 
 

@@ -202,10 +202,11 @@ class EvaluationSection:
     Args:
         reward: how answers are judged, as in ``rewards`` (default: strict accuracy).
         measures: name → a further reward, reported as a mean (``format``, ``language``, …).
-        max_new_tokens, n_samples: most tokens of a completion; sampled completions per problem.
+        max_new_tokens: most tokens of a completion (default: the training's ``max_completion_length``).
+        n_samples: completions per problem that are sampled, beside the greedy one.
         batch_size: completions made at once; also how many are saved together, and given to a rank together.
-        before, every: whether the model that RL starts from is evaluated, too; steps between greedy evaluations in
-            training.
+        before: whether the model that RL starts from is evaluated, too.
+        every: optimizer steps between greedy evaluations during training (default: there are none).
         templates, thinking, thinking_budget: one or several values each; all combinations are evaluated. ``thinking``
             is the chat template's ``enable_thinking``; a budget of ``none`` is no limit.
         budget_text: text that closes the thinking at the budget (default: as ``rollout.budget_text``).
@@ -214,8 +215,7 @@ class EvaluationSection:
         log_probs: also record the model's log-probs of its answers, for calibration.
         use_vllm, engine: use vLLM instead of transformers, with these options; not for ``every``.
         chat_template_kwargs: further arguments of the chat template (default: those of the run that is evaluated).
-        tools, environment_factory, turns: what the model may call, and the limits of its turns (default: as in the
-            recipe's training).
+        tools, environment_factory, turns: what the model may call, and limits of turns (default: the training's).
     """
 
     data: DataSection

@@ -20,7 +20,7 @@ from grpo_lab.trainer.settings.sampling_conflicts import OF_SAMPLING
 
 @dataclass(frozen=True)
 class Case:
-    """What conditions look at.
+    """The settings that the conditions of conflicts look at.
 
     Attributes:
         args: the configuration, with TRL's fields.
@@ -33,7 +33,7 @@ class Case:
     algorithm: Any = None
 
     def of_rollout(self, *names: str) -> str | None:
-        """Return the first of ``names`` that is set in ``rollout``, or None."""
+        """Return the first of ``names`` that the user wrote in ``rollout``; else None."""
         return _first(names, from_json(self.args.rollout, "rollout"))
 
     @property
@@ -332,7 +332,7 @@ AFTER: tuple[Conflict, ...] = (
 
 def refuse_sampling_keys(args: Any) -> None:
     """Raise ValueError for a key of ``generation_kwargs`` that the engine ignores, that contradicts a setting, or that
-    makes TRL take whole completions for truncated ones, which it is to mask."""
+    makes TRL mask complete completions, since it takes them for truncated ones."""
     extra = args.generation_kwargs or {}
     refuse_keys(extra, args.vllm_mode if args.use_vllm else "transformers")
     alike = {"temperature": args.temperature}

@@ -229,8 +229,7 @@ Gone = Annotated[
 
 @settings()
 class ServerSettings:
-    """``rollout.server``: the connection to the server, beside TRL's ``vllm_server_base_url``, ``vllm_server_timeout``,
-    ….
+    """``rollout.server``: the connection to the vLLM server, beside TRL's settings ``vllm_server_*``.
 
     Args:
         weights: how weights are sent: ``nccl``, ``shared_memory``, or ``auto``: NCCL between two GPUs, else shared
