@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_lab.engines.vllm.presence import refuse_without_engine
 from grpo_lab.io import check_place
-from grpo_lab.recipe.models import refuse_adapter, tokenizer_and_config
+from grpo_lab.recipe.models import TokenizerAndConfig, refuse_adapter, tokenizer_and_config
 from grpo_lab.recipe.sections import ModelSection
 
 
@@ -120,7 +120,7 @@ def check_engine(asked: bool, setting: str, here_only: bool = True, kernels: boo
         refuse_without_engine(f"`{setting}`", kernels)
 
 
-def model_here(section: ModelSection, here_only: bool = True) -> tuple[Any, Any] | None:
+def model_here(section: ModelSection, here_only: bool = True) -> TokenizerAndConfig | None:
     """Return a model's tokenizer and configuration; None if they are not known yet.
 
     They are not known if an earlier stage makes the model from an unknown one, nor, in a dry run (``here_only``), for a
@@ -134,7 +134,7 @@ def model_here(section: ModelSection, here_only: bool = True) -> tuple[Any, Any]
 
 def known_model(
     section: ModelSection, where: str = "model.path", here_only: bool = True, whole: bool = False
-) -> tuple[Any, Any] | None:
+) -> TokenizerAndConfig | None:
     """Return what `model_here` returns, once the model is checked. Raises ValueError, which names the setting
     ``where``, if there is no such model or, with ``whole``, if it is an adapter."""
     if whole:

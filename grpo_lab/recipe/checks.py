@@ -1,8 +1,8 @@
 """Checks, before the first stage, of what would stop a training only when its trainer is built or first generates.
 
 Tokens are counted as each stage counts them, by the recipe's own tokenizer. Rows that are too short to matter are not
-tokenized. In all of these functions ``model`` is a pair, the model's tokenizer and its configuration, or None if they
-are not known yet; rows are None, too, if they are not there yet. Then there is nothing to check.
+tokenized. In all of these functions ``model`` is the model's tokenizer and configuration, or None if they are not known
+yet; rows are None, too, if they are not there yet. Then there is nothing to check.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from datasets import Dataset
 
 from grpo_lab.engines.generators import RenderedPrompt, context_of_config, render_pair, render_prompt, too_long
 from grpo_lab.recipe.data import MADE, load_rows, rows_here
+from grpo_lab.recipe.models import TokenizerAndConfig
 from grpo_lab.recipe.sections import NEW_TOKENS, ColdStartSection, EvaluationSection, RewardSection
 from grpo_lab.rewards.for_task import ForTask
 from grpo_lab.rewards.protocol import scope_of
@@ -45,7 +46,7 @@ def evaluation_tokens(section: EvaluationSection, arguments: Mapping[str, Any]) 
     return int(written)
 
 
-def check_room(trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, in_turns: bool) -> str | None:
+def check_room(trainer: Any, config: Any, model: TokenizerAndConfig | None, rows: Any, in_turns: bool) -> str | None:
     """Check that prompts and completions of a training fit in the model's context.
 
     Args:
@@ -91,7 +92,9 @@ def check_by(evaluation: EvaluationSection, held_out: Any) -> None:
         raise ValueError(f"`evaluation.by` is {evaluation.by!r}; the columns of `evaluation.data` are {there}")
 
 
-def check_held_out(section: EvaluationSection, otherwise: int, prompts: Sequence[Any], model: tuple[Any, Any]) -> None:
+def check_held_out(
+    section: EvaluationSection, otherwise: int, prompts: Sequence[Any], model: TokenizerAndConfig
+) -> None:
     """Raise ValueError if not one of the held-out ``prompts`` fits in the context with a completion after it. If some
     do, the evaluation leaves the others out.
 
@@ -126,7 +129,7 @@ def shortest_prompt(
 
 
 def check_cold_start(
-    section: ColdStartSection, rows: Any, model: tuple[Any, Any] | None, chat_template_kwargs: Any
+    section: ColdStartSection, rows: Any, model: TokenizerAndConfig | None, chat_template_kwargs: Any
 ) -> None:
     """Raise ValueError if a prompt with its worked solution, cut at ``cold_start.max_length``, does not fit in the
     context."""
@@ -309,7 +312,7 @@ def _check_wandb(where: str) -> None:
 
 
 def cold_start_rows(
-    section: ColdStartSection, model: tuple[Any, Any] | None, here_only: bool, where: str = "cold_start.data"
+    section: ColdStartSection, model: TokenizerAndConfig | None, here_only: bool, where: str = "cold_start.data"
 ) -> Any:
     """Check the settings of a cold start, and return its rows. Raises ValueError for a mistake in either.
 
@@ -321,7 +324,7 @@ def cold_start_rows(
     if here_only:
         count = section.data.arguments.get("n")
         data = section.data
-        alike = model is None or cut_to_fit(section, context_of_config(model[1]))
+        alike = model is None or cut_to_fit(section, context_of_config(model.config))
         if alike and data.loader in MADE and isinstance(count, int) and count > FEW:
             data = replace(data, arguments={**data.arguments, "n": FEW})
         rows = rows_here(data, where)

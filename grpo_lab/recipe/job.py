@@ -20,6 +20,7 @@ from grpo_lab.recipe import build, checks
 from grpo_lab.recipe.ahead import check_engine, check_whole_model, known_model, made_from, model_here
 from grpo_lab.recipe.data import load_rows, rows_here
 from grpo_lab.recipe.mixture import in_its_words
+from grpo_lab.recipe.models import TokenizerAndConfig
 from grpo_lab.recipe.policy import check_policy
 from grpo_lab.recipe.sections import (
     ColdStartSection,
@@ -161,7 +162,7 @@ def _evaluation(
     section: EvaluationSection | None,
     arguments: Mapping[str, Any],
     config: Any,
-    model: tuple[Any, Any] | None,
+    model: TokenizerAndConfig | None,
     load: Callable[[DataSection, str], Any],
 ) -> tuple[EvaluationSection | None, Any]:
     """Return the section of a training's evaluation, completed, and its rows; two None without a section.
@@ -170,7 +171,7 @@ def _evaluation(
     rendered as in the training (``config``).
 
     Args:
-        model: its tokenizer and configuration; None if they are not known.
+        model: what is known of the model; None if it is not known yet.
         load: function that loads the rows of a section.
 
     Raises:
@@ -319,7 +320,7 @@ def check_model(
     evaluation: EvaluationSection | None = None,
     here_only: bool = False,
     where: str = "model.path",
-) -> tuple[Any, Any] | None:
+) -> TokenizerAndConfig | None:
     """Check a model that is to be sampled, and return its tokenizer and configuration.
 
     Args:
@@ -341,13 +342,12 @@ def check_model(
     known = known_model(model, where, here_only)
     if known is None:
         return None
-    tokenizer, model_config = known
-    context = context_of_config(model_config)
+    context = context_of_config(known.config)
     limit = sampling.max_completion_length
     template_kwargs = sampling.chat_template_kwargs
     lengths = [length for length in (context, sampling.engine.get("max_model_len")) if length is not None]
     if asked.rows is not None and lengths:
-        shortest = checks.shortest_prompt(asked.rows["prompt"], tokenizer, min(lengths) - limit, template_kwargs)
+        shortest = checks.shortest_prompt(asked.rows["prompt"], known.tokenizer, min(lengths) - limit, template_kwargs)
         if shortest is not None and shortest + limit > min(lengths):
             raise checks.no_room(limit, min(lengths))
     if asked.held_out is not None and evaluation is not None:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_lab.hub import reach_hub
 from grpo_lab.io import check_place, is_local
@@ -292,7 +292,14 @@ def refuse_adapter(model: str, where: str) -> None:
         )
 
 
-def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:
+class TokenizerAndConfig(NamedTuple):
+    """What is known of a model without its weights."""
+
+    tokenizer: Any
+    config: Any
+
+
+def tokenizer_and_config(section: ModelSection, here_only: bool) -> TokenizerAndConfig | None:
     """Return a model's tokenizer and its configuration, without its weights. For an adapter the configuration is that
     of its base. With ``here_only`` nothing is asked of the hub: None if the model or the tokenizer is no local
     folder."""
@@ -300,7 +307,7 @@ def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, A
 
     if section.tiny is not None:
         model, tokenizer = load_model(section, seed=0)
-        return tokenizer, model.config
+        return TokenizerAndConfig(tokenizer, model.config)
     base = _base_of_adapter(str(section.path))
     path = str(section.path) if base is None else base
     named = [name for name in (path, section.tokenizer) if name is not None]
@@ -310,4 +317,4 @@ def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, A
         config = AutoConfig.from_pretrained(path)
     if base is not None and section.tokenizer is None and not holds_tokenizer(str(section.path)):
         section = ModelSection(path=str(section.path), tokenizer=base)
-    return load_tokenizer(section), config
+    return TokenizerAndConfig(load_tokenizer(section), config)
