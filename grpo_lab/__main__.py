@@ -1,4 +1,4 @@
-"""Run the command line `grpo-lab` by `python -m grpo_lab`."""
+"""Run the command line `grpo-lab` as a module of Python."""
 
 import sys
 
