@@ -1,5 +1,8 @@
-"""Filters of rows: first those that read the text, then those that ask a model about the rows left. A filter is a
-settings class with `apply(filtering)`, which scores rows and keeps some in ``filtering.selection``."""
+"""Filters of rows: first those that read the text, then those that ask a model about the rows left.
+
+A filter is a settings class with a method `apply(filtering)`. It may add scores to the rows, and it marks in
+``filtering.selection`` which rows are kept. `pipelines/curate.py` makes stages of the filters that a recipe sets.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from grpo_lab.verifiers.verdict import CORRECT_FROM
 RATES = ("pass_rate", "successes", "trials", "mean_tokens", "mean_tokens_right")
 SCORES = ("kind", "prompt_tokens", *RATES, "guesses_right")
 DOMAIN = "domain"
-"""Name of the score for a row's domain. If the data have a column of this name, it stays as it is."""
+"""Name of the score for a row's domain. If the data have a column of this name, no score is computed."""
 BANDS = {"learnable": (0.0, 1.0), "hard": (0.0, 0.3)}
 PASS_RATES, GUESSES = "pass_rates.jsonl", "guesses.jsonl"
 NO_THINKING = {"enable_thinking": False}
@@ -43,8 +46,17 @@ NO_THINKING = {"enable_thinking": False}
 
 @dataclass(kw_only=True)
 class Filtering(Workspace):
-    """The rows on their way through the filters. `leave_room` loads the model, which is then asked about the rows left.
-    ``shown``: column of the text; ``judge``: the reward in words; ``against``: rows of evaluation sets."""
+    """The rows of a data set while filters are applied to them, with everything that a filter may need.
+
+    Attributes:
+        rows: all rows; filters refer to a row by its index in this list.
+        selection: the scores of every row, and the filters that dropped it.
+        shown: name of the column with the text that filters read.
+        judge: the reward in words, for the headers of files of samples.
+        against: the evaluation sets to compare with, each a data set.
+        notes: sentences for the report.
+        generator: the model, once `leave_room` has loaded it.
+    """
 
     rows: list[dict[str, Any]]
     selection: Selection
@@ -58,24 +70,28 @@ class Filtering(Workspace):
 
     @property
     def texts(self) -> list[str]:
+        """Text of every row, also of dropped ones."""
         return [text_of(row[self.shown]) for row in self.rows]
 
     @property
     def left(self) -> list[int]:
+        """Indices of the rows that no filter has dropped so far."""
         return [i for i, kept in enumerate(self.selection.mask) if kept]
 
     def score(self, name: str, values: Mapping[int, Any]) -> None:
-        """Add a score for rows that are left; the other rows get None."""
+        """Add the score ``name`` to every row: ``values`` maps a row's index to its score; other rows get None."""
         self.selection.score(name, [values.get(i) for i in range(len(self.rows))])
 
     def keep(self, name: str, keep: Mapping[int, bool], rule: str, reasons: Mapping[int, str | None]) -> None:
-        """Apply a filter that looked at some rows; rows that are not in ``keep`` stay as they are."""
+        """Record which rows the filter ``name`` keeps, by ``rule`` in words. ``keep`` maps a row's index to whether it
+        is kept, and ``reasons`` to why it is not; a row that is missing in ``keep`` is not dropped."""
         every = range(len(self.rows))
         mask = [keep.get(i, True) for i in every]
         self.selection.keep(name, mask, setting=rule, reasons=[reasons.get(i) for i in every])
 
 
 def _listed(value: Any) -> Any:
+    """Put a single text into a tuple; return anything else as it is."""
     if isinstance(value, str):
         return (value,)
     return value
@@ -101,7 +117,7 @@ class KindFilter:
 
 @settings()
 class DuplicateFilter:
-    """``duplicates``: drop rows that repeat another; ``similarity``: least word similarity (`deduplicate`)."""
+    """``duplicates``: drop a row whose word similarity to a kept earlier row is ≥ ``similarity`` (`deduplicate`)."""
 
     similarity: Number = SIMILAR
 
@@ -113,7 +129,8 @@ class DuplicateFilter:
 
 @settings()
 class ContaminationFilter:
-    """``contamination``: drop rows that the evaluation sets ``against`` contain (`find_contamination`)."""
+    """``contamination``: drop rows that repeat an item of the evaluation sets ``against``: by ``ngram`` consecutive
+    words, or by a ``similarity`` of their words (`find_contamination`)."""
 
     against: Annotated[tuple[DataSection, ...], Field(min_length=1)]
     ngram: Positive = NGRAM
@@ -138,8 +155,8 @@ class BandFilter:
 
     Args:
         rule: ``learnable``, 0 < p < 1; ``hard``, 0 < p < 0.3 (no source says where "low" ends). Both ends are excluded.
-        low, high: limits in place of the rule's (`keep_band`).
-        fail_best_of: in place of a rule: keep a problem if this many first samples are all scored and all wrong.
+        low, high: limits in place of the rule's, both excluded, too (`keep_band`).
+        fail_best_of: in place of a rule: keep a problem if its first ``fail_best_of`` samples are all scored and wrong.
     """
 
     rule: Literal["learnable", "hard"] = "learnable"
@@ -156,10 +173,12 @@ class BandFilter:
 
     @property
     def ends(self) -> tuple[float, float]:
+        """The limits of p in force, (low, high)."""
         low, high = BANDS[self.rule]
         return low if self.low is None else self.low, high if self.high is None else self.high
 
     def apply(self, filtering: Filtering, found: Mapping[int, PassRate]) -> None:
+        """Keep the rows inside of the band; ``found``: index of a row → its measured pass rate."""
         (low, high), first, n = self.ends, self.fail_best_of, f"{filtering.sampling.n_samples} samples"
         if first is None:
             inside = keep_band([rate.rate for rate in found.values()], low, high)
@@ -178,8 +197,8 @@ class BandFilter:
 
 @settings()
 class GuessFilter:
-    """``guessable``: drop a row if one of ``tries`` answers without reasoning, of at most ``max_new_tokens``, is right.
-    If rows have a ``completion`` to imitate, each problem is asked once, and all of its rows share the result."""
+    """``guessable``: drop a row if one of ``tries`` answers without reasoning, of at most ``max_new_tokens`` tokens, is
+    right (`guess_rates`). Several rows with a ``completion`` to imitate may share a problem: it is asked once."""
 
     tries: Positive = TRIES
     max_new_tokens: Positive = 32
@@ -208,7 +227,7 @@ class GuessFilter:
 
 
 def _problem_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a row without what belongs to its answer, so that rows of one problem are equal and it is sampled once."""
+    """Return a row without the columns that belong to its completion, so that all rows of one problem are equal."""
     of_answer: tuple[str, ...] = ()
     if "completion" in row:
         of_answer = ("completion", "source", "length")
@@ -217,8 +236,13 @@ def _problem_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @settings()
 class BalanceFilter:
-    """``balance``: keep at most ``per_domain`` rows per value of the column ``by`` (`balance`); None: as many as the
-    smallest has. ``by: domain`` uses `question_domain` if the rows have no column of that name."""
+    """``balance``: keep a limited number of rows of each domain, chosen at random (`balance`).
+
+    Args:
+        by: the column or score whose values are the domains. ``domain`` means `question_domain` if the data have no
+            column of that name.
+        per_domain: most rows of a domain: one number for all, or a number for each. None: as many as the smallest has.
+    """
 
     by: str
     per_domain: Annotated[
@@ -249,8 +273,8 @@ class BalanceFilter:
 
 @settings()
 class HardestFilter:
-    """``hardest``: keep the ``n`` rows of the lowest pass rate among those left; of equal ones, a choice by ``seed``.
-    Qwen3's reasoning RL is on 3,995 problems, learnable and as hard as possible (arXiv 2505.09388, section 4.2)."""
+    """``hardest``: keep the ``n`` rows with the lowest pass rates; among equal ones ``sampling.seed`` decides. Qwen3's
+    reasoning RL is on 3,995 problems, learnable and as hard as possible (arXiv 2505.09388, section 4.2)."""
 
     n: Positive
 
@@ -311,7 +335,8 @@ def leave_room(filtering: Filtering, model: str) -> None:
 
 
 def measure_pass_rates(filtering: Filtering, filters: Filters) -> None:
-    """Sample every row that is left; add its pass rate and lengths as scores, and drop rows outside of ``band``."""
+    """Sample completions of every row that is left, add its pass rate and its completions' mean lengths as scores, and
+    drop rows outside of ``filters.band``. Does nothing if no pass rate is needed (`to_be_measured`)."""
     if not to_be_measured(filtering.rows[0] if filtering.rows else (), filters):
         return
     generator = filtering.generator
@@ -350,20 +375,21 @@ def measure_pass_rates(filtering: Filtering, filters: Filters) -> None:
 
 
 def to_be_measured(columns: Collection[str], filters: Filters) -> bool:
-    """Return whether to measure pass rates: always, or, for rows to imitate, only if a filter needs them."""
+    """Return whether pass rates must be measured. They always are, unless the rows have a ``completion`` to imitate and
+    no filter reads a pass rate."""
     needed = filters.band or filters.hardest or (filters.balance and filters.balance.by in RATES)
     return bool(needed) or "completion" not in columns
 
 
 def shown_column(rows: Any) -> str:
-    """Return the name of the column with the questions' text."""
+    """Return the name of a data set's column with the text to read: ``question`` if there is one, else ``prompt``."""
     if "question" in rows.column_names:
         return "question"
     return "prompt"
 
 
 def text_of(prompt: Any) -> str:
-    """Return the text of a question: a string as it is; of messages, all but the system's."""
+    """Return a text as it is; of messages, the contents of all but the system's, one below the other."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message.get("content", "")) for message in prompt if message.get("role") != "system")

@@ -32,7 +32,7 @@ from grpo_lab.turns.template_check import check_template
 from grpo_lab.turns.turn_settings import TurnSettings
 
 EVALUATION = "evaluation"
-"""Folder of the answers."""
+"""Folder of the answers, inside a stage's folder."""
 
 
 @settings(rest="section")
@@ -42,7 +42,7 @@ class Evaluate:
     Args:
         effort_by: a column that says how hard a row is (`steps`, `level`): adds the mean tokens of thinking at each of
             its values.
-        against: a second model, on the same problems, with the paired test.
+        against: a second model, which is asked the same problems and compared with the first by a paired test.
     """
 
     leaves: ClassVar[Mapping[str, str]] = {}
@@ -74,8 +74,12 @@ class Evaluate:
         return f"{on}; {names}" if names else on
 
     def run(self, workspace: Workspace) -> Facts:
-        """Return the numbers of the evaluation's own condition under plain names, of the others as
-        ``accuracy.<condition>``; ``thinking``, ``no_thinking``: the accuracy in each mode that was asked for."""
+        """Measure the model, and return the results as facts.
+
+        The numbers of the first condition have plain names (``accuracy``), those of the others end with their folder
+        (``accuracy.<condition>``). ``thinking`` and ``no_thinking`` are the accuracies in the modes that were asked
+        for, ``difference`` and ``p_value`` the comparison with ``against``.
+        """
         found = self._measured(workspace.folder / EVALUATION)
         facts = flat_facts(found[0].result)
         for one in found:
@@ -98,7 +102,8 @@ class Evaluate:
         return facts
 
     def measured(self, target: Path) -> Facts:
-        """Evaluate with answers in ``target``; return the results without seconds, which no two runs share."""
+        """Evaluate, keep the answers in ``target``, and return the results of the first condition. They hold no times,
+        so that equal runs return equal results."""
         result = self._measured(target)[0].result
         return {
             "accuracy": result.accuracy.to_dict() if result.accuracy else None,
@@ -173,8 +178,8 @@ def evaluate_saved_model(model: str, section: EvaluationSection, target: Path | 
 
 @dataclass(frozen=True)
 class Condition:
-    """How a model is asked. ``thinking`` is passed to the chat template, unless None. ``budget``: most tokens of
-    thinking; None: no limit."""
+    """How a model is asked: the prompt's ``template``, whether it thinks (``thinking``; None: the chat template
+    decides), and the most tokens of its thinking (``budget``; None: no limit)."""
 
     template: str
     thinking: bool | None = None
@@ -188,8 +193,9 @@ def refuse_itself(model: str, against: str | None) -> None:
 
 
 def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
-    """Return name → condition of a recipe's ``evaluation``, its own first. Without thinking a budget limits nothing, so
-    that mode is asked once."""
+    """Return name → condition for all combinations of templates, modes and budgets in a recipe's ``evaluation``, the
+    first template and mode and the loosest budget first. A name says only in what the conditions differ. Without
+    thinking a budget limits nothing, so the model is asked once in that mode."""
     templates = section.templates or (section.data.template,)
     modes = section.thinking or (None,)
     budgets = sorted({*section.thinking_budget} or {None}, key=lambda one: math.inf if one is None else one)
@@ -215,8 +221,13 @@ def template_kwargs_in(section: EvaluationSection, way: Condition) -> dict[str, 
 
 
 class HeldOutRows:
-    """A recipe's ``evaluation``, loaded: its conditions, rows by template, rewards, and how the model is asked. In a
-    plan, rows that are not on this machine are None."""
+    """A recipe's ``evaluation`` with its held-out rows and rewards loaded.
+
+    Attributes:
+        ways: name → condition.
+        rows: template → data set; None if a plan is made and the rows are not on this machine.
+        asked: keyword arguments of `evaluate` that are the same in every condition.
+    """
 
     def __init__(
         self,
@@ -243,8 +254,9 @@ class HeldOutRows:
     def asking(
         self, model: str, loaded: LoadedGenerator, way: Condition, in_step: bool = False
     ) -> Callable[..., EvaluationResult]:
-        """Return a function of ``blocks`` that evaluates ``model`` in this condition. Raises ValueError if the prompts
-        do not know the mode, or a budget has no room."""
+        """Return a function that evaluates ``model`` in the condition ``way``; it is called with ``blocks=``, where the
+        answers are kept. ``in_step``: all ranks make the same calls of the engine. Raises ValueError if the mode does
+        not change the prompts, or a budget has no room."""
         generate: Any = loaded.generate
         template_kwargs = template_kwargs_in(self.section, way)
         limits = self._limits(way, loaded.tokenizer, loaded.stops)
@@ -262,7 +274,7 @@ class HeldOutRows:
         return partial(evaluate, None, loaded.tokenizer, self.rows[way.template], said=said, **how)
 
     def _limits(self, way: Condition, tokenizer: Any, stops: Sequence[int] = ()) -> ThinkingBudget | None:
-        """Return a condition's budget. Raises ValueError if prompts do not know the mode, or the budget has no room."""
+        """Return a condition's budget; None if it has none. Raises ValueError as `asking` does."""
         rows = self.rows[way.template]
         if way.thinking is not None and rows is not None:
             prompt = rows[0]["prompt"]
@@ -296,7 +308,7 @@ class HeldOutRows:
 
 
 def in_turns(section: EvaluationSection, loaded: LoadedGenerator, template_kwargs: Mapping[str, Any]) -> TurnGenerator:
-    """Return the generator of an evaluation with tools or in an environment."""
+    """Return the generator that answers in several turns, for an evaluation with tools or in an environment."""
     from grpo_lab.trainer.generation.trajectories import dialogue_for
 
     limits = section.turns or TurnSettings()
@@ -325,11 +337,12 @@ def measure_conditions(
     against: str | None = None,
     timed: bool = True,
 ) -> list[Measured]:
-    """Measure held-out accuracy by a recipe's ``evaluation`` in all its conditions, of one model or two. Every rank
-    calls it.
+    """Measure the held-out accuracy of ``model``, and then of ``against``, in all conditions of a recipe's
+    ``evaluation``. Every rank calls it.
 
     Finished blocks of answers are kept in ``target`` (None: nothing is written), and the same call goes on with them.
-    ``max_new_tokens`` is used if the section has none. Raises EvaluationStopped after Ctrl-C, with the answers written.
+    ``max_new_tokens`` is used if the section has none; ``timed``: whether results hold the seconds that they took.
+    Raises EvaluationStopped after Ctrl-C, with the answers written.
     """
     refuse_itself(model, against)
     found = list[Measured]()
@@ -362,8 +375,8 @@ def measure_conditions(
 
 
 def about(model: str, section: EvaluationSection, reward: Any, way: Condition) -> dict[str, Any]:
-    """Return what a score depends on besides the generation, for `summary.json`: data, template, judge, settings.
-    ``reward``: the judge, as it was built of ``section.reward``."""
+    """Return the model, data, template, judge and settings of a result, for `summary.json`. ``reward`` is the judge
+    that was built from ``section.reward``."""
     mode = getattr(reward, "mode", None)  # the default, too
     judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}
     more = {

@@ -1,6 +1,9 @@
-"""Stages that build rows. `build` mixes several sources into one file, by weights or counts, without the same row
-twice. `fusion` builds rows that teach Qwen3's two modes, out of a model's own judged samples and answers without
-reasoning."""
+"""Stages that build rows.
+
+`build` mixes several sources into one file, by weights or counts, and leaves out rows that repeat another. `fusion`
+makes rows that teach Qwen3's thinking and non-thinking modes, out of a model's own judged samples and of worked
+solutions.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ class Source:
     Args:
         file: JSON lines with ``prompt`` and ``completion``, as stages write them.
         data: in place of a file, rows of a loader with a ``worked_solution``.
-        weight: its share of the mix, against the other sources' weights; the mix is the largest that repeats no row.
+        weight: its share of the mix, relative to the other sources' weights. The mix is the largest one with these
+            shares that uses no row twice.
+        count: number of rows to draw.
     """
 
     file: str | None = None
@@ -55,8 +60,9 @@ class Source:
             raise ValueError(f"`rows.{name}` is a `file` or `data`, and has a `weight`, a `count` or neither")
 
     def at_most(self, name: str) -> int | None:
-        """Return the number of rows, equal ones counted each time; None if they do not exist here yet. Raises
-        ValueError if the file or loader does not exist, or its rows lack the column to learn from."""
+        """Return the number of rows before repeated ones are left out; None if the rows are not on this machine yet.
+        Raises ValueError if the file or loader does not exist, or its rows lack the column to learn from. ``name`` is
+        the source's key in the recipe, for error messages."""
         if self.data is None:
             place = str(self.file)
             check_lines(place, f"rows.{name}.file", {"prompt": TEXT, "completion": TEXT})
@@ -73,7 +79,7 @@ class Source:
         return len(loaded)
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the rows one after the other; a file is never in memory as a whole."""
+        """Yield the rows one after another, each with ``name`` as its ``source``; a file is not read as a whole."""
         if self.data is None:
             found = self._read(name)
         else:
@@ -95,7 +101,7 @@ class Source:
 
 @settings()
 class Build:
-    """``build``: mix row files, drawn and shuffled by ``seed``."""
+    """``build``: mix the sources ``rows`` into one file; ``seed`` decides which rows are drawn and their order."""
 
     leaves: ClassVar[Mapping[str, str]] = {"rows": ROWS}
     rows: Annotated[Mapping[str, Source], Field(min_length=1)]
@@ -130,8 +136,8 @@ class Build:
         return {**facts, "sources": counts, "dropped": dropped}
 
     def _different(self) -> tuple[int, dict[str, list[bytes]]]:
-        """Return the number of all rows, and the different ones by source, as the lines to write (they take less
-        memory). Of rows with the same prompt and the same words in the answer, the first is kept."""
+        """Return the number of all rows, and source → its rows without repeated ones, as lines to write (which take
+        less memory than dicts). Of rows with the same prompt and the same words in the answer, the first is kept."""
         asked = 0
         seen: set[bytes] = set()
         found: dict[str, list[bytes]] = {name: [] for name in self.rows}
@@ -146,7 +152,8 @@ class Build:
         return asked, found
 
     def counts(self, there: Mapping[str, int]) -> dict[str, int]:
-        """Return how many rows to draw from each source. Raises ValueError if a source has fewer."""
+        """Return source → number of rows to draw. ``there``: source → number of different rows that it has. Raises
+        ValueError if a source has fewer than its ``count``."""
         weights = {name: float(source.weight) for name, source in self.rows.items() if source.weight is not None}
         unit = min((there[name] / weight for name, weight in weights.items()), default=0.0)
         wanted = {name: there[name] if one.count is None else one.count for name, one in self.rows.items()}
@@ -166,14 +173,15 @@ def _too_few(name: str, wanted: int, there: int) -> ValueError:
 
 @settings()
 class Fusion:
-    """``fusion``: rows for `sft`, thinking and non-thinking ones (`grpo_lab.data.fusion`).
+    """``fusion``: make rows for `sft`, with thinking and without (`grpo_lab.data.fusion`).
 
     Args:
         model: the model that will be trained; the rows are checked against its chat template and tokens.
-        samples: output of `sample`; of each problem the first ``per_problem`` right answers with one closed block of
-            reasoning become thinking rows.
-        plain: rows whose ``worked_solution`` becomes a non-thinking answer, with an empty block before it.
+        samples: file of a stage `sample`. Right answers with one closed block of reasoning become thinking rows.
+        plain: data sets whose ``worked_solution`` becomes a non-thinking answer, with an empty block before it.
+        per_problem: most thinking rows of a problem; the first answers are used.
         shares: where rows have the flag of their mode, and how many rows are dialogues.
+        seed: decides every random choice.
     """
 
     leaves: ClassVar[dict[str, str]] = {"rows": ROWS}
@@ -214,7 +222,8 @@ class Fusion:
         return {"rows": len(rows), **kinds, "dropped": {"no_closed_reasoning": unclosed}, "trained_tokens": tokens}
 
     def _answers(self, load: Callable[..., Any]) -> Rows:
-        """Return the non-thinking rows. Raises ValueError if a data set has no worked solutions."""
+        """Return prompts and answers of the non-thinking rows; none of a data set for which ``load`` returns None.
+        Raises ValueError if a data set has no worked solutions."""
         found: Rows = []
         for place, section in enumerate(self.plain):
             rows = load(section, f"plain.{place}")
@@ -225,8 +234,11 @@ class Fusion:
 
 
 def check_rendering(rows: Rows, tokenizer: Any, model: str) -> Iterator[int]:
-    """Yield the number of trained tokens of every row. Raises ValueError if the model's chat template does not let the
-    rows choose the mode: the rendered text must begin with the prompt's tokens, then have the row's block."""
+    """Yield the number of trained tokens of every row.
+
+    Raises ValueError if the model's chat template does not let the rows choose the mode. What is rendered of prompt and
+    completion must begin with what is rendered of the prompt alone, and the row's think block must follow.
+    """
     for number, row in enumerate(rows, start=1):
         asked, whole = render_pair(row["prompt"], row["completion"], tokenizer, continues=goes_on(row))
         if row["mode"] == "think":

@@ -49,7 +49,8 @@ TEXT = str | list
 
 @settings(rest="sampling")
 class Sample:
-    """``sample``: completions of each row by a model, judged. Other keys: `SamplingSettings`."""
+    """``sample``: let ``model`` write completions of each row of ``data``, and judge them by ``reward``. Other keys:
+    `SamplingSettings`."""
 
     leaves: ClassVar[Mapping[str, str]] = {"samples": SAMPLES}
     seed = None  # `sampling.seed` is used
@@ -77,7 +78,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class LoadedGenerator:
-    """A loaded model: the function that generates, its tokenizer, context length, and ids that end a completion."""
+    """A loaded model, ready to generate.
+
+    Attributes:
+        generate: returns completions of prompts given as token ids.
+        tokenizer: the model's.
+        context: most tokens of prompt and completion together; None: no limit is known.
+        stops: token ids that end a completion.
+    """
 
     generate: CompletionGenerator
     tokenizer: Any
@@ -88,8 +96,16 @@ class LoadedGenerator:
 def load_generator(
     model: str, asked: Any, *, use_cpu: bool, seed: int, tokenizer: str | None = None, logprobs: bool = False
 ) -> LoadedGenerator:
-    """Load a saved model (folder or hub name) in transformers or vLLM, as ``asked`` has it (`use_vllm`, `engine`,
-    `batch_size`)."""
+    """Load a saved model into transformers or vLLM.
+
+    Args:
+        model: folder or hub name.
+        asked: says by its attributes `use_vllm`, `engine` (vLLM's options) and `batch_size` how the model generates.
+        use_cpu: keep the model off the GPU (transformers only).
+        seed: vLLM's seed.
+        tokenizer: folder or hub name of another tokenizer; None: the model's own.
+        logprobs: whether completions carry the log-probs of their tokens.
+    """
     if not asked.use_vllm:
         loaded, words = load_saved_model(model, use_cpu, tokenizer)
         generator = TransformersGenerator(loaded, words, asked.batch_size, progress=False, logprobs=logprobs)
@@ -117,8 +133,13 @@ def load_generator(
 
 
 class ModelGenerator:
-    """Generator by a saved model (folder or hub name), in transformers or vLLM. `generator(prompts, n)` returns n
-    completions per prompt, in the prompt's form (text or message list). ``made`` counts this process's completions."""
+    """Generates completions with a saved model (folder or hub name). `generator(prompts, n)` returns n completions for
+    each prompt: texts if the prompt is a text, lists of messages if it is one.
+
+    Attributes:
+        made: number of completions generated so far by this object.
+        context: most tokens of prompt and completion together; None: no limit is known.
+    """
 
     counted: ClassVar[str] = "problems"
     """What the prompts are called in lines of progress."""
@@ -134,6 +155,7 @@ class ModelGenerator:
         self.context = loaded.context
 
     def __call__(self, prompts: Sequence[Any], n: int, **how: Any) -> list[list[Any]]:
+        """Return n completions for each prompt; ``how``: further arguments of `written`."""
         return [[one.completion for one in group] for group in self.written(prompts, n, **how)]
 
     def written(
@@ -144,7 +166,14 @@ class ModelGenerator:
         max_new_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[list[Written]]:
-        """Sample completions; each says whether the token limit cut it off."""
+        """Sample n completions for each prompt, each with its token ids and whether the token limit cut it off.
+
+        Args:
+            prompts: texts or lists of messages.
+            n: completions for each prompt.
+            max_new_tokens: most tokens of a completion; None: the settings' ``max_completion_length``.
+            chat_template_kwargs: arguments of the chat template, beside those of the settings.
+        """
         ids = [self.rendered(prompt, chat_template_kwargs) for prompt in prompts]
         # the seed depends on the batch's prompts alone, so a resumed run draws the same
         digest = hashlib.sha256(f"{self.settings.seed}/{json.dumps(ids)}".encode()).digest()
@@ -180,8 +209,17 @@ class ModelGenerator:
         said: Mapping[str, Any],
         label: str = "pass rates",
     ) -> list[PassRate]:
-        """Return completions of every problem with ``reward``'s scores, and use those in ``file`` again. A file of
-        other samples is refused. ``said``: what the samples depend on besides the generator."""
+        """Return completions of every problem with ``reward``'s scores.
+
+        Args:
+            problems: rows with a ``prompt`` and the columns that the reward reads.
+            reward: judges the completions.
+            file: keeps the scored completions, batch by batch. Those that an earlier call left there are used again; a
+                file of other samples is refused with ValueError.
+            stop: asked before each batch whether to stop.
+            said: what the samples depend on besides this generator, for the file's header.
+            label: name of the work in lines of progress.
+        """
 
         def written(prompts: Sequence[Any], n: int) -> list[list[Written]]:
             stop.check()  # a stop falls between batches: each is on disk before the next
@@ -197,8 +235,9 @@ class ModelGenerator:
         return pass_rates(problems, written, reward, self.settings.n_samples, **how)
 
     def identity(self) -> dict[str, Any]:
-        """Return what the samples depend on, for the header of their file: the model's files, and the settings. The
-        engine is included, as its rounding differs. The model's input for a prompt is not: see `rendered`."""
+        """Return what the samples depend on, for the header of their file: the model's files, the settings, and the
+        engine, since another one rounds differently. The chat template is left out: each problem's key in the file
+        holds the token ids that `rendered` returns for its prompt."""
         settings = self.settings
         return {
             "model": self.name,
@@ -237,9 +276,12 @@ def sample(
     said: Mapping[str, Any],
     label: str,
 ) -> list[dict[str, Any]]:
-    """Return the lines of `samples.jsonl` in the stage's folder; sample first if it does not exist. A line is a
-    problem: its row's number, its completions, their scores and lengths in tokens. ``said``: as in
-    `ModelGenerator.judged`."""
+    """Return the lines of `samples.jsonl` in the stage's folder; make the file first if it does not exist.
+
+    A line belongs to one problem: its number (``row``), its ``completions``, their ``scores`` and ``lengths`` in
+    tokens, and how many of them the token limit ``cut`` off. Problems whose prompt leaves no room for a completion have
+    no line. ``said`` and ``label``: as in `ModelGenerator.judged`.
+    """
     file = workspace.folder / SAMPLES
     progress = workspace.folder / SAMPLING
     if not file.is_file():
@@ -262,7 +304,8 @@ def sample(
 
 
 def sample_facts(lines: Sequence[Mapping[str, Any]], asked: int) -> Facts:
-    """Return the stage's facts. `tokens` counts the texts' tokens and one for each end that was written."""
+    """Return the facts of a stage that sampled ``asked`` problems: counts, lengths in tokens, and the share of right
+    completions among the scored ones. ``tokens`` counts an end token for each completion that was not cut off."""
     each = [(length, score) for line in lines for length, score in zip(line["lengths"], line["scores"], strict=True)]
     cut = sum(line["cut"] or 0 for line in lines)
     scored = [score for _, score in each if score is not None]
@@ -280,7 +323,8 @@ def sample_facts(lines: Sequence[Mapping[str, Any]], asked: int) -> Facts:
 
 
 def samples_in(file: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> list[Sampled]:
-    """Read what `sample` wrote. The problems are in ``rows``, by number, or beside their samples in the file."""
+    """Read a file of samples that `sample` or the stage `sample` wrote. ``rows``: the problems, by their number in the
+    file; None: the file holds them itself."""
     return [
         Sampled(row["prompt"], line["completions"], line["scores"], line["lengths"], row)
         for line in read_lines(file, OF_A_LINE if rows is None else SAMPLED)
@@ -318,7 +362,7 @@ def read_lines(file: Path, needs: Fields | None = None) -> list[dict[str, Any]]:
 def plan_of_samples(
     model: Any, reward: RewardSection, settings: SamplingSettings, rows: Any, file: Path, overwrite: bool
 ) -> Words:
-    """Say in words what will be sampled, and what an earlier run has left in ``file``."""
+    """Describe for `--dry-run` what will be sampled, and how many problems an earlier run has left in ``file``."""
     each = f"{settings.n_samples} a problem at temperature {settings.temperature:g}"
     total = ""
     if rows is not None:
@@ -337,7 +381,8 @@ def plan_of_samples(
 
 
 def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
-    """Raise ValueError if ``file`` holds another number of samples per problem than ``n``, before a model is loaded."""
+    """Raise ValueError if ``file`` holds another number of samples per problem than ``n``; no model has to be loaded to
+    learn it. ``setting`` is the setting that ``n`` comes from, and ``instead`` says what to do, both for the error."""
     if not file.is_file():
         return
     _, first = next(json_lines(file), (1, ""))

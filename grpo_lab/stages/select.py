@@ -25,11 +25,13 @@ Distinct = Literal["equations", "words", "text"]
 
 
 def _equations_or_words(text: str) -> Any:
-    """Return the key of an answer: its equations, or its words if it has none. So two proofs in words are two ways."""
+    """Return what an answer is compared by: its equations, or its words if it has none. So two proofs in different
+    words count as two answers."""
     return equation_list(text) or normalised(text)
 
 
 SAME: dict[str, Callable[[str], Any]] = {"equations": _equations_or_words, "words": normalised, "text": str}
+"""Value of `distinct` → function of an answer. Two answers for which it returns the same count as one."""
 
 
 @settings()
@@ -96,8 +98,15 @@ class Shorter:
 
 @settings()
 class Judged:
-    """``pairs`` of any two answers to a problem, ordered by a judge that may err (`Judge`: ``temperature``, ``longer``,
-    ``seed``). A sample's score is its quality. At most ``per_problem`` pairs; None: all."""
+    """``pairs`` of any two answers to a problem, ordered by a simulated judge that may err (`Judge`).
+
+    Args:
+        temperature, longer, seed: the judge's noise, its liking for longer answers, and its seed.
+        per_problem: most pairs of a problem; None: all.
+
+    A sample's score is its quality. The counts say how many pairs are ``wrong`` (the rejected answer is the better
+    one), ``ties``, and ``longer`` (the chosen answer is the longer one).
+    """
 
     needs: ClassVar[str] = "of different quality on the same, for a judge without noise"
     temperature: Number = 0.0
@@ -119,6 +128,8 @@ class Judged:
 
 
 Way = Keep | Contrast | Shortest | Shorter | Judged
+"""A way to select. ``rows(samples)`` returns the rows to train on and counts for the stage's facts; ``needs`` says what
+the model must be for the way to find a row."""
 
 
 @settings()

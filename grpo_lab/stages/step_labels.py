@@ -1,4 +1,4 @@
-"""Label the steps of sampled solutions by what comes of them: how often is the answer right if one goes on from here?
+"""Label the steps of sampled solutions by what comes of them: how often is the answer right if a model goes on?
 
 From the end of each step (a line that is not blank) a model writes K completions, and a reward judges each answer:
 
@@ -82,12 +82,18 @@ class StepLabels:
 
 @dataclass(frozen=True)
 class Solution:
-    """A sampled solution in steps. ``score``: the reward of its answer; None: it could not be scored."""
+    """A sampled solution, divided into steps.
+
+    Attributes:
+        problem: the row that it solves.
+        text: the whole solution.
+        ends: index in ``text`` behind the last character of each step.
+        score: the reward of its answer; None: it could not be scored.
+    """
 
     problem: Problem
     text: str
     ends: Sequence[int]
-    """Index behind the last character of each step in ``text``."""
     score: float | None
 
     @property
@@ -96,7 +102,7 @@ class Solution:
         return [self.text[start:end].strip() for start, end in zip([0, *self.ends], self.ends, strict=False)]
 
     def begun(self, step: int) -> dict[str, Any]:
-        """Return the problem with the solution up to the end of ``step`` as the beginning of the answer."""
+        """Return the problem with a prompt that already holds the solution up to the end of step number ``step``."""
         text = self.text[: self.ends[step]] + "\n"
         prompt = self.problem["prompt"]
         begins = in_form_of(prompt, text)
@@ -104,7 +110,7 @@ class Solution:
 
 
 def solutions_of(sampled: Sampled) -> list[Solution]:
-    """Return the samples of one problem, without those that have no step."""
+    """Return the sampled completions of one problem as solutions; those without a step are left out."""
     found = []
     for completion, score in zip(sampled.completions, sampled.scores, strict=True):
         text = completion_text(completion)
@@ -115,13 +121,14 @@ def solutions_of(sampled: Sampled) -> list[Solution]:
 
 
 def beginnings(solutions: Sequence[Solution]) -> list[dict[str, Any]]:
-    """Return what is to be continued: each solution up to the end of each of its steps but the last."""
+    """Return the problems to continue: each solution up to the end of each of its steps but the last."""
     return [solution.begun(step) for solution in solutions for step in range(len(solution.steps) - 1)]
 
 
 class StepCompleter(ModelGenerator):
-    """Generator that goes on with the answer that a prompt has begun: of messages, with the last one, the assistant's.
-    The tokens of the beginning stand behind the prompt, as if the model had written them."""
+    """Generates continuations of answers that have begun. A prompt of messages ends with the assistant's message so
+    far: the messages before it are rendered, and its tokens follow as if the model had written them. A prompt that is a
+    text holds the beginning already."""
 
     counted = "beginnings"
 
@@ -136,7 +143,8 @@ class StepCompleter(ModelGenerator):
 def whole_answers(
     reward: Callable[..., Any], prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
 ) -> Any:
-    """Judge whole answers by ``reward``: the beginning in the column ``begun``, and the completion behind it."""
+    """Judge whole answers by ``reward``: each is the beginning in the column ``begun`` and the completion behind it.
+    The reward gets the prompts without the beginnings."""
     begun = columns.pop(BEGUN)
     columns.pop("completion_ids", None)  # those of the completion alone
     asked = []
@@ -154,19 +162,20 @@ def whole_answers(
 def labelled_rows(
     solutions: Sequence[Solution], begun: Sequence[Problem], rates: Sequence[PassRate], estimate: str
 ) -> list[dict[str, Any]]:
-    """Return a row for each solution that has a label; ``rates``: of the answers to ``begun``."""
+    """Return a row for each solution whose first step has a label. ``rates`` are the judged continuations of ``begun``,
+    in the same order; ``estimate`` is ``soft`` or ``hard``."""
     labels = {key_of(one): label_of(rate, estimate) for one, rate in zip(begun, rates, strict=True)}
     rows = [stepwise_row(solution, labels) for solution in solutions]
     return [row for row in rows if row["labels"]]
 
 
 def key_of(begun: Problem) -> str:
-    """Return what makes two beginnings the same: the question and the text of the answer so far."""
+    """Return a text that is the same for equal beginnings: the question and the answer so far."""
     return repr(begun["prompt"])
 
 
 def label_of(rate: PassRate, estimate: str) -> float | None:
-    """Return the label of a step from the answers behind it; None if none could be scored."""
+    """Return the label in [0, 1] of a step from its judged continuations; None if none of them could be scored."""
     if rate.rate is None:
         return None
     if estimate == "hard":
@@ -175,7 +184,8 @@ def label_of(rate: PassRate, estimate: str) -> float | None:
 
 
 def stepwise_row(solution: Solution, labels: Mapping[str, float | None]) -> dict[str, Any]:
-    """Return the row of a solution, up to its first step without a label."""
+    """Return a solution as a row in TRL's stepwise form, cut before its first step without a label. ``labels``: key of
+    a beginning (`key_of`) → the label of its last step."""
     found: list[float] = []
     for step in range(len(solution.steps)):
         if step < len(solution.steps) - 1:

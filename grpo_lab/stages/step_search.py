@@ -1,8 +1,8 @@
 """Search over the steps of a solution: a policy proposes next steps, and something says what a state is worth.
 
-A step is a line, with the end of line behind it. Every way to search returns, for each problem, the whole solutions
-that it came across (`FoundSolution`), each with the number of tokens that had been generated for the problem until
-then. So what it would answer with any smaller budget can be read off:
+A step is a line with its end of line; a state is a solution up to the end of a step. Every method returns, for each
+problem, the whole solutions that it found (`FoundSolution`), each with the number of tokens generated for the problem
+until then. So what the method would answer with a smaller budget can be read off (`within`):
 
     method                     what generates                                        its answer
     `sampled`                  whole solutions, independently                        `voted`, or `best` by a judge
@@ -42,8 +42,8 @@ class Question:
 
 @dataclass(frozen=True)
 class FoundSolution:
-    """A whole solution, the tokens generated for its problem until it was there, and a judge's value of it (0 without
-    one)."""
+    """A whole solution, the number of tokens generated for its problem until it was found, and the value that a judge
+    gives it (0 without a judge)."""
 
     text: str
     tokens: int
@@ -51,7 +51,7 @@ class FoundSolution:
 
 
 def within(found: Sequence[FoundSolution], tokens: int) -> list[FoundSolution]:
-    """Return the solutions that were there after ``tokens`` tokens; the first one, if that took more."""
+    """Return the solutions found with at most ``tokens`` generated tokens; the first one if even that took more."""
     return [one for one in found if one.tokens <= tokens] or [*found[:1]]
 
 
@@ -61,8 +61,8 @@ def best(found: Sequence[FoundSolution]) -> str:
 
 
 def voted(found: Sequence[FoundSolution], read: ReadAnswer) -> str:
-    """Return the first solution with the most frequent answer. Of equally frequent ones the earlier counts; solutions
-    without an answer do not vote."""
+    """Return the first solution with the most frequent answer; of equally frequent answers the earlier one counts.
+    Solutions in which ``read`` finds no answer do not vote; if there is no vote, the first solution is returned."""
     votes = Counter(key for one in found if (key := answer_key(one.text, read)) is not None)
     if not votes:
         return found[0].text
@@ -71,7 +71,7 @@ def voted(found: Sequence[FoundSolution], read: ReadAnswer) -> str:
 
 
 def answer_key(text: str, read: ReadAnswer) -> str | None:
-    """Return the name under which a solution votes, as in maj@k."""
+    """Return the key of a solution's answer, equal for equal answers as in maj@k; None if it has no answer."""
     answer = read(text)
     if answer is None:
         return None
@@ -79,8 +79,7 @@ def answer_key(text: str, read: ReadAnswer) -> str | None:
 
 
 class StateJudge(Protocol):
-    """Returns the value of each state in [0, 1]. A state is a solution as far as it is written (``texts``); without a
-    step its value is 0."""
+    """Returns the value in [0, 1] of each state: a question and the solution's text so far. Without a step it is 0."""
 
     def __call__(self, questions: Sequence[Question], texts: Sequence[str]) -> list[float]: ...
 
@@ -91,8 +90,8 @@ class StepJudge:
 
     Args:
         scores: the classifier. It gives p(good) at the end of each step.
-        of: which score is the state's value. ``last``: that of the last step, as a value model says it; ``least``: the
-            lowest one, by which Math-Shepherd (arXiv 2312.08935, §3.4) ranks solutions.
+        of: which score is the state's value. ``last``: the last step's, as for a value model; ``least``: the lowest
+            one, by which Math-Shepherd (arXiv 2312.08935, §3.4) ranks solutions.
     """
 
     scores: TokenClassificationSteps
@@ -122,9 +121,9 @@ class StepWriter:
 
     Args:
         loaded: the model.
-        most_tokens: of a solution. One that has no room for another step ends there.
-        most_of_a_step: tokens. A step that is not finished then ends the solution, too.
-        temperature: of all sampling.
+        most_tokens: most tokens of a solution. A solution without room for another step of the most tokens ends.
+        most_of_a_step: most tokens of a step. A step that reaches them without an end of line ends its solution.
+        temperature: sampling temperature.
         seed: the same seed and the same calls give the same tokens.
     """
 
@@ -141,14 +140,14 @@ class StepWriter:
         self._by_step = replace(generate, more_stops=line_ends(loaded.tokenizer))
 
     def solutions(self, questions: Sequence[Question], n: int, temperature: float) -> list[list[Completion]]:
-        """Write n whole solutions of each problem."""
+        """Write n whole solutions of each problem at a temperature, 0 for greedy ones."""
         how: Any = {"n": n, "temperature": temperature, "max_new_tokens": self.most_tokens, "seed": self._next_seed()}
         return self.loaded.generate([one.ids for one in questions], **how)
 
     def steps(
         self, questions: Sequence[Question], states: Sequence[list[int]], n: int
     ) -> list[list[tuple[Step, bool]]]:
-        """Sample n next steps of each state; True: the solution ends with it."""
+        """Sample n next steps of each state (the solution's tokens so far), each with whether the solution ends."""
         asked = [[*one.ids, *state] for one, state in zip(questions, states, strict=True)]
         how: Any = {"n": n, "temperature": self.temperature, "max_new_tokens": self.most_of_a_step}
         groups = self._by_step(asked, **how, seed=self._next_seed())
@@ -158,7 +157,7 @@ class StepWriter:
         ]
 
     def rests(self, questions: Sequence[Question], states: Sequence[list[int]]) -> list[list[int]]:
-        """Sample one end of the solution from each state; return its tokens."""
+        """Sample the rest of one solution from each state, step by step, and return its tokens."""
         rests: list[list[int]] = [[] for _ in states]
         open_ones = list(range(len(states)))
         while open_ones:
@@ -185,14 +184,14 @@ class StepWriter:
 
 
 def line_ends(tokenizer: Any) -> list[int]:
-    """Return every token whose text has an end of line in it: a step ends with the first of them."""
+    """Return the id of every token whose text has an end of line in it: a step ends with the first of them."""
     return [token for token in range(len(tokenizer)) if "\n" in tokenizer.decode([token])]
 
 
 def first_solutions(
     writer: StepWriter, questions: Sequence[Question], judge: StateJudge | None
 ) -> list[list[FoundSolution]]:
-    """Return each problem's greedy solution, which every way to search has from the start."""
+    """Return a list for each problem with its greedy solution, with which every method begins."""
     written = [one.ids for [one] in writer.solutions(questions, 1, 0.0)]
     texts = [writer.text(tokens) for tokens in written]
     values = judged(judge, questions, texts)
@@ -209,7 +208,7 @@ def judged(judge: StateJudge | None, questions: Sequence[Question], texts: Seque
 def sampled(
     writer: StepWriter, questions: Sequence[Question], n: int, judge: StateJudge | None = None
 ) -> list[list[FoundSolution]]:
-    """Sample n whole solutions of each problem besides the greedy one."""
+    """Return the greedy solution of each problem and n sampled ones, valued by ``judge`` if there is one."""
     found = first_solutions(writer, questions, judge)
     groups = writer.solutions(questions, n, writer.temperature)
     for question, group, own in zip(questions, groups, found, strict=True):
@@ -221,8 +220,8 @@ def sampled(
 
 @dataclass
 class Beam:
-    """The beam search of one problem: what it found, the tokens generated so far, and value and tokens of each state
-    that goes on."""
+    """The beam search of one problem: the solutions found, the number of tokens generated, and the states that are
+    still open, each a value and the solution's tokens so far."""
 
     found: list[FoundSolution]
     spent: int
@@ -232,7 +231,8 @@ class Beam:
 def beam_search(
     writer: StepWriter, questions: Sequence[Question], judge: StateJudge, beam: int, width: int
 ) -> list[list[FoundSolution]]:
-    """Keep the best ``beam`` states of each problem, and sample ``width`` next steps of each, until all have ended."""
+    """Sample ``width`` next steps of each open state, keep the ``beam`` states with the best values of each problem,
+    and repeat until no state is open. Returns the solutions of each problem."""
     beams = [Beam(found, found[0].tokens) for found in first_solutions(writer, questions, judge)]
     while any(own.states for own in beams):
         asked = [(place, tokens) for place, own in enumerate(beams) for _, tokens in own.states]
@@ -259,13 +259,14 @@ def beam_search(
 
 @dataclass
 class SearchTree:
-    """The search of one problem.
+    """The tree search of one problem.
 
-    found     whole solutions, in the order in which they came up
-    spent     tokens generated so far
-    rounds    simulations so far
-    votes     how many of ``found`` have each answer; for `Voting` alone, as is
-    visited   nodes that were visited, each with the answer of the solution behind the visit
+    Attributes:
+        found: the whole solutions, in the order in which they were found.
+        spent: number of tokens generated so far.
+        rounds: number of simulations so far.
+        votes: key of an answer → number of solutions in ``found`` with it (only `Voting` counts them).
+        visited: the node of each visit, with the key of the answer that the visit led to (only `Voting`).
     """
 
     question: Question
@@ -278,14 +279,14 @@ class SearchTree:
 
 
 class Judging:
-    """Values by a judge: that of a node is backed up when the node is visited first, and at every visit of an end."""
+    """Node values by a judge. A node's value is backed up when the node is expanded, an end's at each visit."""
 
     def __init__(self, writer: StepWriter, judge: StateJudge) -> None:
         self.writer = writer
         self.judge: StateJudge | None = judge
 
     def expanded(self, trees: Sequence[SearchTree], nodes: Sequence[Node]) -> None:
-        """Judge each tree's new node and the ends among its children; back up the node's value."""
+        """Judge the node just expanded in each tree and its children that are ends; back up the node's value."""
         asked = []
         for tree, node in zip(trees, nodes, strict=True):
             asked += [(tree, one) for one in (node, *node.children) if one is node or one.ended]
@@ -303,8 +304,8 @@ class Judging:
 
 
 class Voting:
-    """Values without a judge. From each new node one rest of the solution is sampled. A visit is worth the share of the
-    problem's solutions so far that have the same answer as its own, so earlier visits change as answers come in."""
+    """Node values without a judge: the rest of the solution is sampled once from each new node. A visit is worth the
+    share of the problem's solutions with the same answer as its own, so its value changes as solutions are found."""
 
     judge: StateJudge | None = None
 
@@ -313,7 +314,8 @@ class Voting:
         self.read = read
 
     def expanded(self, trees: Sequence[SearchTree], nodes: Sequence[Node]) -> None:
-        """Sample a rest of the solution from each tree's new node; back up the shares of its answers."""
+        """Sample the rest of the solution from the node just expanded in each tree, count its answer and those of the
+        node's ends, and compute the values of all visits anew."""
         states = [node.tokens() for node in nodes]
         rests = self.writer.rests([tree.question for tree in trees], states)
         for tree, node, state, rest in zip(trees, nodes, states, rests, strict=True):
@@ -352,18 +354,16 @@ def tree_search(
     exploration: float = 1.25,
     most_simulations: int = 300,
 ) -> list[SearchTree]:
-    """Search every problem's tree until ``tokens`` tokens have been generated for it.
-
-    A simulation that reaches an end generates nothing. So ``most_simulations`` ends the search of a tree that visits
-    the same ends again and again.
+    """Search every problem's tree until ``tokens`` tokens have been generated for it; return the trees.
 
     Args:
         writer: the policy.
         questions: the problems, whose trees grow side by side.
         values: where a node's value comes from.
-        width: proposals for a node's next step. Equal ones are one child.
+        width: number of proposals for a node's next step; equal ones are one child.
         tokens: the budget of a problem, its greedy solution included. The last round may exceed it.
         exploration: c of PUCT.
+        most_simulations: limit for a tree whose simulations reach the same ends again, which generates no tokens.
     """
     greedy = first_solutions(writer, questions, values.judge)
     trees = [
@@ -389,8 +389,8 @@ def tree_search(
 
 
 def _next_node(tree: SearchTree, values: Judging | Voting, exploration: float, most: int) -> Node | None:
-    """Return the node to expand next. Simulations that reach an end are carried out on the way. None: there have been
-    ``most`` simulations."""
+    """Return the node to expand next; None after ``most`` simulations. A simulation that reaches an end needs no new
+    step: it is counted here, and the next one begins."""
     while tree.rounds < most:
         tree.rounds += 1
         node = select(tree.root, exploration)

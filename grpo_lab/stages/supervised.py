@@ -1,4 +1,8 @@
-"""Stages that make a model: train it by TRL's trainers (SFT, DPO, SimPO, rewards) or a teacher, start it, merge two."""
+"""Stages that make a model: train it by TRL's trainers (SFT, DPO, SimPO, rewards) or a teacher, start it, merge two.
+
+Each class is a kind of stage; its docstring begins with its name in a pipeline. `learn` does what all trainings share:
+it trains by `trainer/supervised/methods.py`, saves the model, and goes on with a training that was stopped.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ from grpo_lab.trainer.supervised.methods import (
 )
 
 MODEL, STOPPED = "model", "stopped"
-"""Folder of the trained model, and folder of the checkpoint of a training that stopped on request."""
+"""Folders inside a stage's: of the trained model, and of the checkpoint of a training that stopped on request."""
 Training = Annotated[Mapping[str, Any], NULL_IS_DEFAULT]
 
 
@@ -62,8 +66,14 @@ class Train:
         return f"{self.model} on {self.rows}; {settings_in_words(self.training)}"
 
     def run(self, workspace: Workspace, reference: Any = None, made_from: Any = None) -> Facts:
-        """Train and return the facts. ``reference``: DPO's reference, by default the model as it begins. ``made_from``:
-        what identifies a stopped training, besides its rows; by default all settings."""
+        """Train and return the facts.
+
+        Args:
+            workspace: the stage's folder and requests to stop.
+            reference: DPO's reference model; None: the model as it begins.
+            made_from: plain values that tell this training from others on the same rows, so that only its own
+                checkpoint is continued; None: all settings of the stage.
+        """
         model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
         more = {}
         if reference is not None:
@@ -71,6 +81,7 @@ class Train:
         return learn(self, workspace, self.method, model, tokenizer, self.read(), made_from, **more)
 
     def read(self) -> list[dict[str, Any]]:
+        """Return the rows with the method's columns; for ``sft`` also with `CONTINUES` if it is true of any row."""
         columns = COLUMNS[self.method]
         lines = read_lines(Path(self.rows), dict.fromkeys(columns, TEXT))
         rows = [{name: row[name] for name in columns} for row in lines]
@@ -96,8 +107,12 @@ class Simpo(Train):
 @settings(rest="training")
 class RewardModel(Train):
     """``reward_model``: train a model to score a prompt with its completion, from pairs (``rows``), by TRL's
-    RewardTrainer. Other keys: its ``RewardConfig``. Pairs of a share of the prompts, ``held_out``, are not trained on:
-    they measure how many pairs it orders correctly. A `PreferenceReward` in RL holds the same prompts out."""
+    RewardTrainer. Other keys: TRL's ``RewardConfig``.
+
+    Args:
+        held_out: share of the prompts whose pairs are not trained on. They measure how many pairs the model orders
+            correctly. A `PreferenceReward` in RL holds out the same prompts.
+    """
 
     method: ClassVar[Any] = "reward"
     held_out: Number = PreferenceReward.held_out
@@ -120,9 +135,13 @@ class RewardModel(Train):
 
 @settings(rest="training")
 class StepRewardModel(Train):
-    """``step_reward_model``: train a process reward model (`StepClassifier`) on labelled steps, a stage `step_labels`'s
-    ``rows``. Other keys: `StepClassifierConfig`. Rows of a share of the prompts, ``held_out``, are not trained on: they
-    measure how well its scores tell right steps from wrong ones (`step_accuracy`)."""
+    """``step_reward_model``: train a process reward model (`StepClassifier`) on labelled steps, the ``rows`` of a stage
+    `step_labels`. Other keys: `StepClassifierConfig`.
+
+    Args:
+        held_out: share of the prompts whose rows are not trained on. They measure how well the model's scores tell
+            right steps from wrong ones (`step_accuracy`).
+    """
 
     method: ClassVar[Any] = "steps"
     held_out: Number = PreferenceReward.held_out
@@ -150,8 +169,8 @@ class StepRewardModel(Train):
 
 @settings(rest="training")
 class ColdStart:
-    """``cold_start``: train a model, or a new tiny one, on worked solutions (``data``). Other keys: TRL's
-    ``SFTConfig``."""
+    """``cold_start``: train a model, saved or new and tiny, on worked solutions (``data``). Without ``data`` the model
+    is only saved. Other keys: TRL's ``SFTConfig``."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     model: ModelSection
@@ -177,7 +196,7 @@ class ColdStart:
         return f"{self.model.name}{rows}"
 
     def run(self, workspace: Workspace, rows: Any = None) -> Facts:
-        """Train and return the facts. ``rows``: those of ``data``, if already loaded."""
+        """Train and return the facts. ``rows``: the data set of ``data``, if it is loaded already."""
         model, tokenizer = load_model(self.model, self.seed)
         if self.data is None:
             with whole_folder(workspace.folder / MODEL) as folder:
@@ -191,8 +210,9 @@ class ColdStart:
 
 @settings(rest="training")
 class Distill:
-    """``distill``: train a model on its own answers by a ``teacher`` of the same vocabulary, on the prompts of
-    ``data``. Other keys: TRL's ``DistillationConfig``. It also ends at the first log with ``tokens`` generated."""
+    """``distill``: train a model on its own answers to the prompts of ``data``, by a ``teacher`` of the same
+    vocabulary. Other keys: TRL's ``DistillationConfig``. With ``tokens`` the training ends, if not before, at the first
+    log by which the model has generated so many tokens."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     model: str
@@ -237,7 +257,8 @@ class Distill:
 
 @settings()
 class Merge:
-    """``merge``: average the weights of two models (`average_weights`)."""
+    """``merge``: average the weights of two models: ``alpha`` of ``model``, the rest of ``short_model``
+    (`average_weights`)."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     model: str
@@ -255,8 +276,8 @@ class Merge:
 
 
 def step_facts(rows: Sequence[Mapping[str, Any]], scores: Sequence[Sequence[float | None]]) -> Facts:
-    """Return how well ``scores`` of the steps of labelled rows tell right from wrong; rows of one prompt belong
-    together."""
+    """Measure how well the scores of steps tell right steps from wrong ones. ``rows`` have ``labels``, ``scores`` one
+    number for each of them (None: not scored). Intervals treat the rows of a prompt as one unit."""
     of_prompt: dict[str, list[tuple[float, float]]] = {}
     for row, own in zip(rows, scores, strict=True):
         pairs = [(score, label) for score, label in zip(own, row["labels"], strict=True) if score is not None]
@@ -300,8 +321,12 @@ def learn(
     callbacks: Sequence[Any] = (),
     **more: Any,
 ) -> Facts:
-    """Train by `train_by` with ``more``, save to `model/`, and return the facts. A stopped training goes on from
-    `stopped/` if it had the same ``rows`` and ``made_from`` (default: the stage's settings)."""
+    """Train, save model and tokenizer to `model/`, and return the facts.
+
+    A training that was stopped goes on from its checkpoint in `stopped/`, if it had the same ``rows`` and ``made_from``
+    (None: the stage's settings). ``method``, ``model`` and ``tokenizer`` are as in `train_by`, which also gets
+    ``callbacks``, beside ours, and ``more``.
+    """
     from datasets import Dataset
 
     counted = TrainingFacts(workspace.folder / "metrics.jsonl")
@@ -321,7 +346,7 @@ def learn(
 
 
 class TrainingFacts(MetricsFile):
-    """Writes `metrics.jsonl` of one training, new or resumed, and collects the facts for its stage's marker."""
+    """Callback that writes `metrics.jsonl` of one training and collects the facts for its stage's marker."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -329,7 +354,7 @@ class TrainingFacts(MetricsFile):
         self.weights: list[float] = []
 
     def begin(self, step: int) -> None:
-        """Begin after ``step`` steps; keep the lines up to there."""
+        """Begin a training that has done ``step`` steps: keep the file's lines up to there, or none for a new one."""
         if step:
             cut_metrics(self.path, step)
             self.weights = [line[WEIGHT] for line in read_lines(self.path) if WEIGHT in line]
@@ -346,5 +371,6 @@ class TrainingFacts(MetricsFile):
         self.found["steps"] = state.global_step
 
     def facts(self) -> Facts:
-        """Return optimizer steps and the mean loss; for pairs also w(θ) in the first and the last log."""
+        """Return the number of optimizer steps and the mean loss; for DPO and SimPO also the mean weight of a pair,
+        w(θ), in the first and the last log."""
         return self.found | ({"weight_first": self.weights[0], "weight_last": self.weights[-1]} if self.weights else {})

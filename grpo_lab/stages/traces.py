@@ -37,8 +37,8 @@ Trace = dict[str, Any]
 
 @settings(bare="target")
 class OneLanguage:
-    """Keeps traces in which at least ``share`` of the reasoning's words are in the language ``target``, or, for
-    ``prompt``, in the prompt's (`LanguageConsistencyReward`)."""
+    """Keeps traces in which at least ``share`` of the reasoning's words are in the language ``target``; for ``prompt``
+    that is the prompt's language (`LanguageConsistencyReward`)."""
 
     target: str = "en"
     share: Number = 0.95
@@ -92,9 +92,13 @@ class NotRepeating:
 
 @settings()
 class Refine:
-    """Rewrites every trace in one form and judges it again; one that is no longer right is dropped. In ``form``,
-    ``{reasoning}`` is the inside of the think tags, or all text before the answer. Empty lines at its ends and lines
-    repeated in a row are removed. ``{answer}`` is the trace's own answer, alone."""
+    """Rewrites every trace into one form. The traces are judged again, and those that are no longer right are dropped.
+
+    Args:
+        form: the new text. ``{reasoning}`` stands for the inside of the think tags (without tags: for all text before
+            the answer), without empty lines at its ends and lines that repeat the one before. ``{answer}`` stands for
+            the trace's final answer alone.
+    """
 
     form: str = "<think>\n{reasoning}\n</think>\nThe answer is {answer}."
 
@@ -119,14 +123,14 @@ class Refine:
 
 @settings()
 class FilterTraces:
-    """``filter``: turn samples into rows, by the filters that are set. A dropped trace is counted at the first filter
-    that drops it, in the order ``right``, ``not_too_long``, ``one_language``, ``readable``, ``not_repeating``,
-    ``refine``, ``per_problem``.
+    """``filter``: turn samples into rows by the filters that are set, in the order ``right``, ``not_too_long``,
+    ``one_language``, ``readable``, ``not_repeating``, ``refine``, ``per_problem``. A dropped trace is counted at the
+    filter that drops it.
 
     Args:
-        samples: output of a stage ``sample``.
-        right: keep only right answers; unscorable ones are dropped, too.
-        not_too_long: most tokens.
+        samples: file of a stage ``sample``.
+        right: keep only right answers; answers that could not be scored are dropped, too.
+        not_too_long: most tokens of a trace.
         reward: judges the refined traces.
         per_problem: most rows of one problem; the first ones are kept.
     """

@@ -26,14 +26,15 @@ Step = tuple[int, ...]
 
 @dataclass(eq=False)
 class Node:
-    """A state of the search, and the numbers of the step that leads to it.
+    """A state of the search, with the numbers of the step that leads to it.
 
-    step      its tokens; none at the root
-    prior     P, the share of the proposals that were this step
-    ended     whether the solution ends here
-    visits    N
-    total     sum of the values that were backed up through this node
-    value     value of this state, once it has been judged
+    Attributes:
+        step: the step's tokens; empty at the root.
+        prior: P, the share of the proposals that were this step.
+        ended: whether the solution ends here.
+        visits: N, the number of visits.
+        total: sum of the values that were backed up through this node.
+        value: value of this state, once a judge has given it one.
     """
 
     step: Step = ()
@@ -47,7 +48,7 @@ class Node:
 
     @property
     def mean_value(self) -> float:
-        """Q."""
+        """Q, the mean of the values that were backed up; 0 before the first."""
         if self.visits == 0:
             return 0.0
         return self.total / self.visits

@@ -20,13 +20,20 @@ LENGTH = "completions/mean_length"
 
 
 class Distillation(EpochOrderMixin, DistillationTrainer):  # type: ignore[misc]
-    """TRL's trainer; a resumed training goes on in the order of its epoch."""
+    """TRL's DistillationTrainer, except that a resumed training continues its epoch in the order it began with."""
 
 
 class TokenBudget(TrainerCallback):  # type: ignore[misc]
-    """Ends a training of TRL's that generates, at the first log by which its model has written ``tokens`` tokens (None:
-    only counts them, in ``generated``). A recipe of `grpo-lab train` can use it, too: ``callbacks``. The learning-rate
-    schedule does not know of it, and prompts that are sampled again (``dead_groups: resample``) do not count."""
+    """Callback that ends a training with TRL's generation (distillation, GRPO) once its model has written ``tokens``
+    tokens; None: it only counts them. Recipes of `grpo-lab train` can name it under ``callbacks``.
+
+    The number is estimated at each log from the logged mean length of completions, so the training ends at a log. The
+    learning-rate schedule does not know of the limit. Prompts sampled in place of others (``dead_groups: resample``) do
+    not count.
+
+    Attributes:
+        generated: tokens written so far, in the whole training (also before a resume).
+    """
 
     def __init__(self, tokens: int | None = None) -> None:
         self.tokens = tokens

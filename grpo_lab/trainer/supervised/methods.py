@@ -55,6 +55,7 @@ FIXED: dict[str, dict[str, Any]] = {
 }
 """Method → settings of its configuration that are set here if the recipe does not set them."""
 OF_LOADING = ("model_init_kwargs", "trust_remote_code")
+"""Settings for loading a model. Only ``reward`` reads them, whose trainer loads its model itself."""
 UNREAD = {
     "output_dir": "the model is saved in the folder of its stage, or of its run",
     "resume_from_checkpoint": "the same command goes on by itself",
@@ -62,6 +63,7 @@ UNREAD = {
 }
 """Setting of a configuration that the training does not read → why."""
 WEIGHT = "rewards/weight"
+"""Metric of DPO and SimPO: the mean weight of a pair, w(θ) in (0, 1)."""
 
 
 def train_by(
@@ -84,14 +86,19 @@ def train_by(
         method: one of `COLUMNS`; the loss of ``sft`` is on the completion only.
         model: a language model; for ``reward`` and ``steps`` its folder or hub name, which gets a head, seeded by the
             run.
-        rows: with the method's columns, all text or all messages. Other columns are ignored, except ``continues`` for
-            ``sft``: true if the completion continues the assistant's message that ends the prompt. Otherwise that
-            message is closed and another begun, as in TRL's trainers and wherever a prompt is rendered.
-        arguments: fields of TRL's configuration; error messages say that they are of ``where``.
-        train: trains the trainer; None: its ``train()``.
+        tokenizer: the model's.
+        rows: data set with the method's columns, all text or all messages. Other columns are ignored, except
+            ``continues`` for ``sft``: true if the completion continues the assistant's message that ends the prompt.
+            Otherwise that message is closed and another begun, as TRL's trainers do.
+        output_dir: folder for the trained model.
+        arguments: fields of the method's configuration.
+        callbacks: of the trainer.
+        train: function of the trainer that trains it; None: its own ``train()``.
+        where: name of the settings in error messages.
         chat_template_kwargs: arguments of the chat template for every row of messages.
-        tracked_in: the folder that keeps its trackers' run; default: ``output_dir``.
-        parts: the trainer's: DPO's ``ref_model`` (default: the model as it begins), a distillation's ``teacher_model``.
+        tracked_in: folder that remembers the run of trackers such as W&B; None: ``output_dir``.
+        parts: further arguments of the trainer: DPO's ``ref_model`` (default: the model as it begins), a distillation's
+            ``teacher_model``.
 
     Raises:
         ValueError: if a column is missing or a setting is unknown.
@@ -130,7 +137,7 @@ def _is_assistants(prompt: Any) -> bool:
 
 
 def _warn_of_tools(rows: Dataset, where: str) -> None:
-    """Say it once if completions hold messages of tools, which are trained on as the assistant's are."""
+    """Warn if completions hold messages of tools: without ``assistant_only_loss`` the loss is on them, too."""
     conversations = [one for one in rows["completion"] if not isinstance(one, str)]
     if any(message["role"] == "tool" for messages in conversations for message in messages):
         logger.warning(
@@ -140,7 +147,8 @@ def _warn_of_tools(rows: Dataset, where: str) -> None:
 
 
 def _renders_as_ever(args: Any, rows: Dataset) -> bool:
-    """Return whether messages are tokenized by the tokenizer's own template, without a mask that the template makes."""
+    """Return whether SFT rows are tokenized here (`_tokens`) and not by TRL: they are messages, rendered by the
+    tokenizer's own chat template, and the loss needs no mask that the template makes."""
     of_messages = len(rows) > 0 and not isinstance(rows[0]["prompt"], str)
     return of_messages and args.chat_template_path is None and not args.assistant_only_loss
 
@@ -148,9 +156,10 @@ def _renders_as_ever(args: Any, rows: Dataset) -> bool:
 def _tokens(
     batch: Mapping[str, list[Any]], tokenizer: Any, kwargs: Mapping[str, Any], whole: bool
 ) -> dict[str, list[list[int]]]:
-    """Tokenize rows of messages as TRL would one by one; a completion continues its prompt's last message if its row
-    says so. ``whole``: the loss is on prompts, too; else on completions only, which begin where the ids of the prompt
-    alone and of the whole differ."""
+    """Tokenize a batch of rows of messages as TRL would, and return ``input_ids`` and ``labels``. A completion
+    continues its prompt's last message if its row says so (`CONTINUES`). ``whole``: the loss is on prompts, too.
+    Otherwise labels begin where the ids of prompt and completion first differ from those of the prompt alone; -100
+    stands before."""
     continues = batch.get(CONTINUES) or [False] * len(batch["prompt"])
     pairs = render_pairs(zip(batch["prompt"], batch["completion"], continues, strict=True), tokenizer, kwargs)
     found: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
@@ -166,7 +175,7 @@ def _tokens(
 
 
 def _alike(ids: list[int], others: list[int]) -> int:
-    """Return how many ids the two have in common at their beginning."""
+    """Return the length of the longest common beginning of two lists of ids."""
     if others[: len(ids)] == ids:
         return len(ids)
     differ = (place for place, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
@@ -175,6 +184,7 @@ def _alike(ids: list[int], others: list[int]) -> int:
 
 @functools.cache
 def _warn_of_split(end: str) -> None:
+    """Warn, once for each text, that the tokens of a prompt's ``end`` change when its completion follows."""
     logger.warning(
         "the tokens of a prompt alone are not the beginning of those with its completion: %r is left out of what the "
         "model is asked in training, and it will see it when it generates. Use a chat template that renders both alike",
@@ -183,8 +193,9 @@ def _warn_of_split(end: str) -> None:
 
 
 def _pair_as_text(row: Mapping[str, Any], tokenizer: Any, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Return a pair as text of the chat template. TRL's CPO alone would leave an assistant's message at the end of a
-    prompt open, and count its end as part of the answers."""
+    """Render the messages of a pair by the chat template, into the texts ``prompt``, ``chosen`` and ``rejected``.
+    Needed for SimPO if a prompt ends with an assistant's message: TRL's CPO would leave that message open, and count
+    the tokens that close it as part of the answers."""
     found: dict[str, str] = {}
     for name in ("chosen", "rejected"):
         asked, whole = render_pair(row["prompt"], row[name], tokenizer, kwargs)
@@ -211,8 +222,11 @@ def check_rows(rows: Dataset, where: str = "cold_start.data") -> None:
 
 
 def check_training(method: str, arguments: Mapping[str, Any], where: str = "training") -> dict[str, Any]:
-    """Return ``arguments`` in the types that the configuration of ``method`` declares (SFT's for methods outside
-    `COLUMNS`). Raise ``ValueError``, naming ``where``, for an unknown setting or an impossible name or number."""
+    """Return ``arguments`` converted to the types that the configuration of ``method`` declares.
+
+    Raises ValueError, with ``where`` as the name of the settings, for a setting that is unknown or has no effect, and
+    for a value that is impossible.
+    """
     config = trl_of(method)[0]
     refuse_unknown(arguments, config.__dataclass_fields__, f"`{where}`", EARLIER)
     found: dict[str, Any] = typed(arguments, config, where)
@@ -235,7 +249,7 @@ def check_training(method: str, arguments: Mapping[str, Any], where: str = "trai
 
 @functools.cache
 def trl_of(method: str) -> tuple[Any, Any]:
-    """Return the configuration class and the trainer class of a method."""
+    """Return the configuration class and the trainer class of a method; SFT's for a name that is not in `COLUMNS`."""
     if method == "simpo":
         return weighted_cpo()
     return {
@@ -247,15 +261,18 @@ def trl_of(method: str) -> tuple[Any, Any]:
 
 
 def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float = 0.0) -> torch.Tensor:
-    """Return the weight w of each pair, [pairs], in (0, 1), from implicit rewards r̂, [pairs]; ``margin``: SimPO's
-    γ."""
+    """Return the weight of each pair ``[pairs]``, w = σ(r̂(y⁻) − r̂(y⁺) + margin) in (0, 1), from the implicit rewards
+    r̂ ``[pairs]`` of the chosen and the rejected answers. ``margin`` is SimPO's γ."""
     return torch.sigmoid(rejected - chosen + margin)
 
 
 class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
-    """Logs the weights of pairs for the implicit reward β log π/π₀ (reverse KL) with whole log-ratios. TRL averages the
-    rewards before it logs them, and a mean of σ is no σ of means. So log-probs are captured from the models'
-    outputs."""
+    """TRL's DPOTrainer, which also logs the mean weight of a pair (`WEIGHT`).
+
+    TRL keeps only means of the rewards, and σ of a mean is not the mean of σ. So the log-probs are captured from the
+    models' outputs by hooks. Nothing is logged where the implicit reward is not β log π/π₀: with another f-divergence
+    than the reverse KL, or with ``ld_alpha``.
+    """
 
     def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
         seen: list[torch.Tensor] = []
@@ -288,13 +305,14 @@ class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
 
 
 def weighted_cpo() -> tuple[Any, Any]:
-    """Return the configuration class and the trainer class."""
+    """Return the configuration class and the trainer class of SimPO. TRL's CPO, which is experimental, is imported only
+    here."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     class WeightedCPOTrainer(CPOTrainer):  # type: ignore[misc]
-        """Logs the weights of pairs if the reward is the log-prob itself (``alpha`` 0). As in TRL, γ is for ``simpo``
-        alone."""
+        """TRL's CPOTrainer, which also logs the mean weight of a pair (`WEIGHT`), if the implicit reward is β times the
+        log-prob (``alpha`` 0, so not in AlphaPO). γ counts for the loss ``simpo`` alone, as in TRL."""
 
         def cpo_loss(self, policy_chosen_logps: torch.Tensor, policy_rejected_logps: torch.Tensor) -> Any:
             found = super().cpo_loss(policy_chosen_logps, policy_rejected_logps)

@@ -29,11 +29,11 @@ COMPARED = 8
 
 
 class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
-    """Trains on packed rows where that is exact, and as TRL does elsewhere.
+    """TRL's SFTTrainer, which computes micro-batches as packed rows where that is exact, and as TRL does elsewhere.
 
-    Not packed: images; rows of several processes, whose tokens differ in number; models whose tokens meet outside
-    attention; losses that read more than the log-probs of labels. A few rows of the first micro-batch are compared with
-    TRL's padded ones.
+    Not packed are images, trainings of several processes (whose rows differ in number of tokens), models in which
+    tokens meet outside of attention, and losses that read more than the log-probs of labels. `COMPARED` rows of the
+    first micro-batch are computed both ways; if their log-probs differ, no row is packed.
 
     Attributes:
         because: why no row is packed; "" if rows may be packed.
@@ -69,7 +69,7 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _packed(self, inputs: dict[str, Tensor]) -> trl_bridge.PackedRow | None:
-        """Return a micro-batch as a packed row; None if it has no label, or rows are no longer packed."""
+        """Return a micro-batch as a packed row; None if it has no label, or if rows must not be packed."""
         if self.because:
             return None
         input_ids = inputs["input_ids"]
@@ -99,6 +99,7 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
             logger.warning("rows are padded to the longest of their micro-batch: %s", self.because)
 
     def _why_padded(self) -> str:
+        """Return why this training must not pack rows, in words; "" if it may."""
         model = self.accelerator.unwrap_model(self.model)
         if self.accelerator.distributed_type != DistributedType.NO:
             return "several processes train together"
@@ -119,8 +120,8 @@ def common_tokens(input_ids: Tensor, labels: Tensor) -> int:
 
 
 def forward_arguments(packed: trl_bridge.PackedRow, tokens: int) -> dict[str, Any]:
-    """Return what TRL's ``compute_loss`` is given for a packed row. ``tokens``: those of its micro-batch, for TRL's
-    log."""
+    """Return the arguments that TRL's ``compute_loss`` passes to the model, for a packed row. ``tokens``: number of
+    tokens in the micro-batch without padding, which TRL logs."""
     labels = torch.full_like(packed.input_ids, -100)
     labels[0, packed.scored] = packed.targets
     return {

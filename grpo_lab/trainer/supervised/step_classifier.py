@@ -25,10 +25,10 @@ NO_LABEL = -100.0
 
 @dataclass
 class StepClassifierConfig(TrainingArguments):  # type: ignore[misc]
-    """Settings of transformers' Trainer, and one more.
+    """Settings of transformers' Trainer, and ``max_length``.
 
     Args:
-        max_length: most tokens of a row; steps beyond are left out. None: the model's number of positions.
+        max_length: most tokens of a row; steps that do not fit are left out. None: the model's number of positions.
     """
 
     max_length: int | None = None
@@ -38,9 +38,9 @@ class StepClassifier(Trainer):  # type: ignore[misc]
     """Trainer of a process reward model on rows in TRL's stepwise form (``prompt``, ``completions``, ``labels``).
 
     Args:
-        model: folder or hub name of a language model, which gets a head of two labels: 1 is a good step.
-        args: its settings.
-        train_dataset: the rows; labels are in [0, 1].
+        model: folder or hub name of a language model, which gets a new head of two labels: 1 is a good step.
+        args: the settings; their seed also decides the head's first weights.
+        train_dataset: the rows; each step has a label in [0, 1].
         processing_class: the model's tokenizer.
     """
 
@@ -64,7 +64,8 @@ class StepClassifier(Trainer):  # type: ignore[misc]
 
 
 def _labelled(reader: TokenClassificationSteps, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row as tokens. Raises ValueError if it has not one label in [0, 1] for each step."""
+    """Return a row as ``input_ids`` and ``labels`` of its tokens: a step's last token has the step's label, other
+    tokens `NO_LABEL`. Raises ValueError if the row does not have one label in [0, 1] for each step."""
     steps = row["completions"]
     labels = row["labels"]
     if len(labels) != len(steps) or not all(0 <= label <= 1 for label in labels):
@@ -77,7 +78,7 @@ def _labelled(reader: TokenClassificationSteps, row: dict[str, Any]) -> dict[str
 
 
 def collate(batch: Sequence[dict[str, Any]], pad: int) -> dict[str, Tensor]:
-    """Pad rows on the right: ``input_ids``, ``attention_mask`` and ``labels``, each [rows, tokens]."""
+    """Pad rows on the right into ``input_ids``, ``attention_mask`` and ``labels``, each ``[rows, tokens]``."""
     ids, mask = padded([row["input_ids"] for row in batch], pad, torch.device("cpu"))
     labels = torch.full(ids.shape, NO_LABEL)
     for at, row in enumerate(batch):
@@ -86,8 +87,8 @@ def collate(batch: Sequence[dict[str, Any]], pad: int) -> dict[str, Tensor]:
 
 
 def step_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Compute the cross-entropy of the labelled tokens, ``labels`` [rows, tokens], over their number. In several
-    micro-batches that is the number of the whole optimizer step, ``num_items_in_batch``."""
+    """Compute the mean cross-entropy of the labelled tokens, in nats. ``labels``: ``[rows, tokens]``. With gradient
+    accumulation the sum is divided by ``num_items_in_batch``, the number of labelled tokens in the optimizer step."""
     labelled = labels != NO_LABEL
     logs = outputs.logits[labelled].float().log_softmax(-1)
     good = labels[labelled]

@@ -1,10 +1,10 @@
 """Stop a supervised or preference training inside a longer command on request: write a checkpoint after the current
 step, and continue from it later, to the bit.
 
-TRL's SFT, DPO and CPO trainers write no checkpoint here by themselves (``save_strategy: no``). On a request to stop,
-the current step ends and is logged. Then transformers' checkpoint, with what it does not hold (the entry ``training``
-of the record, ``resume/state.py``), goes into ``place``, whole or not at all. The same training, begun again, continues
-from there. One with other rows, settings or another model begins anew.
+The trainers of ``methods.py`` write no checkpoint by themselves (``save_strategy: no``). On a request to stop, the
+current step ends and is logged. Then transformers' checkpoint goes into the folder ``place``, whole or not at all. What
+transformers does not save stands in it as the entry ``training`` of our record (``resume/state.py``). The same
+training, begun again, continues from there. A training with other rows, other settings or another model begins anew.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PENDING = ("_metrics", "_stored_metrics")
 
 
 class TrainingStopped(Exception):
-    """Raised when a training ended on request, after its checkpoint. ``step``: optimizer steps done."""
+    """Raised when a training has ended on request and its checkpoint is written. ``step``: optimizer steps done."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"stopped after step {step}, with a checkpoint")
@@ -44,7 +44,8 @@ class StoppableTraining:
 
     Args:
         place: folder of the checkpoint; ``done`` removes it.
-        identity: stands for everything that determines the training; a checkpoint with another identity is not used.
+        identity: text that is the same for trainings on the same rows, settings and model. A checkpoint with another
+            identity is not used.
         asked: returns whether to stop; called after each optimizer step but the last.
     """
 
@@ -68,8 +69,13 @@ class StoppableTraining:
         return step_of(self.checkpoint)
 
     def __call__(self, trainer: Any) -> None:
-        """Train, or continue. If asked to stop, raise TrainingStopped after the checkpoint, or CheckpointNotWritten if
-        that could not be written; what was there before stays."""
+        """Train ``trainer`` to its end, from the checkpoint if there is one.
+
+        Raises:
+            TrainingStopped: a stop was asked for, and the checkpoint is written.
+            CheckpointNotWritten: a stop was asked for, and the checkpoint could not be written; an earlier one stays.
+            NumbersError: a stop was asked for, and the checkpoint has NaN or infinities; it is removed.
+        """
         answer = _Answer(trainer, self)
         trainer.add_callback(answer)
         given = None
@@ -94,7 +100,8 @@ class StoppableTraining:
 
 
 class _Answer(TrainerCallback):  # type: ignore[misc]
-    """Callback that stops the training when asked. It comes last, after transformers has counted the step."""
+    """Callback that stops the training when asked: it saves a checkpoint and raises TrainingStopped. On resuming, it
+    restores what transformers does not. It is the last callback, so transformers has counted the step before it."""
 
     def __init__(self, trainer: Any, training: StoppableTraining) -> None:
         self.trainer = trainer
@@ -146,4 +153,5 @@ class _Answer(TrainerCallback):  # type: ignore[misc]
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
+    """Return the entry ``training`` of a checkpoint's record; empty if it has none."""
     return dict(read_state(checkpoint).entries.get("training", {}))

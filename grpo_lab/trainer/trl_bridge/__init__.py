@@ -3,17 +3,17 @@
 ``tests/contract/test_trl_bridge.py`` pins each name, signature and behaviour. When TRL moves, this folder and that test
 are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl``.
 
-names       what is overridden, called, read; whether a method is a team's; replacing a name inside a block
-forwards    log-probs in bins and what replaces TRL's
-kept        log-probs over the tokens that an engine kept
-shared_attention   a group's prompt computed once: the packed row, and the attentions that read it
-packed_layout      where the sequences are in a packed row
-flex_mask          FlexAttention on packed rows
-varlen             flash attention on packed rows
-gradients   backward, sharding, FSDP2's optimizer, loading; the reference beside the policy; TRL's metrics and tables
-rewards     TRL's names of rewards, and its own shaping rewards (imported by name)
-environments  their classes and rewards, and what of them is no tool
-values      a critic inside the policy's module
+names             names that are overridden, called or read; whether a method is a user's; replacing a name in a block
+forwards          log-probs of bins, and forwards in the place of TRL's
+kept              log-probs among the tokens that an engine kept (top-p, top-k, min-p)
+shared_attention  a group's prompt computed once: the packed row, and the attentions that read it
+packed_layout     where the sequences are in a packed row
+flex_mask         FlexAttention on packed rows
+varlen            flash attention on packed rows
+gradients         backward, sharding, FSDP2's optimizer, loading; the reference beside the policy; TRL's metrics
+rewards           TRL's names of rewards, and its own shaping rewards (imported by name)
+environments      classes and rewards of environments, and which of their methods are no tools
+values            a critic inside the policy's module
 """
 
 from importlib.metadata import version

@@ -2,8 +2,8 @@
 policy.
 
 TRL makes a tool of every public method of an environment's class but ``reset`` and ``get_reward``: it asks ``inspect``
-for them when it is built, and again before each generation. What ``turns.turn_settings`` lists (scores of turns, the
-state for a resume) would be a tool, too, and the policy could call it.
+for them when its trainer is built, and again before each generation. We have further methods that only the run calls
+(``OFFERED``: rewards of turns, the state for a resume). Without ``offers_hidden`` the policy could call them as tools.
 """
 
 from __future__ import annotations
@@ -24,44 +24,46 @@ OFFERED = ("turn_rewards", "state_dict", "load_state_dict")
 
 
 class _WithoutOffers:
-    """In the place of ``inspect`` in TRL's trainer, which asks it for the methods of an environment's class."""
+    """Stands for the module ``inspect`` in TRL's trainer, which asks it for the methods of an environment's class."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(inspect, name)
 
     def getmembers(self, owner: Any, predicate: Any = None) -> list[tuple[str, Any]]:
-        """Return ``inspect.getmembers`` without what an environment offers."""
+        """Return what ``inspect.getmembers`` does, without the methods in ``OFFERED``."""
         return [member for member in inspect.getmembers(owner, predicate) if member[0] not in OFFERED]
 
 
 def offers_hidden(hidden: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which TRL makes no tools of ``OFFERED``, if ``hidden``. Its constructor finds an
-    environment's tools, and each generation again."""
+    """Return a context in which TRL makes no tools of the methods in ``OFFERED``, if ``hidden``. It is needed around
+    TRL's constructor and around each generation: both look for an environment's tools."""
     if not hidden:
         return contextlib.nullcontext()
     return replaced(grpo_trainer, "inspect", _WithoutOffers())
 
 
 def not_used_again(trainer: Any, rows: Collection[int]) -> None:
-    """Keep TRL from resetting the environments of ``rows`` for a later batch: it makes new ones instead. A call that
-    was given up goes on in its thread, and may still change the environment that it is a method of."""
+    """Remove the environments of ``rows`` from TRL's pool, so that later batches get new ones. A tool call that was
+    given up still runs in its thread, and may change its environment at any time."""
     gone = {id(trainer.environments[row]) for row in rows}
     for pool in trainer._environment_pool.values():
         pool[:] = [one for one in pool if id(one) not in gone]
 
 
 class EnvironmentReward:
-    """Placeholder for the reward that an environment computes itself (``get_reward``). It is among the given rewards
-    while a named trainer completes them, which would otherwise add its default reward. It is removed before TRL's
-    constructor: TRL adds a column of this name by itself, and calls the environment."""
+    """Placeholder for the reward that an environment computes itself (``get_reward``).
+
+    It stands among the given rewards until TRL's constructor is called, so that a named trainer does not add its
+    default reward. Then it is removed: TRL adds a column of this name by itself, and calls the environment.
+    """
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
 
 class ReuseFirstInstance:
-    """Environment factory whose first call returns an ``instance`` that was made earlier; later calls make new ones.
-    TRL looks at an instance, as we do, and each environment should be made only once."""
+    """Environment factory whose first call returns ``instance``, which was made earlier; later calls make new ones. So
+    the environment that we made to learn its class is also the one that TRL looks at."""
 
     def __init__(self, factory: Callable[[], Any], instance: Any) -> None:
         self._factory = factory
@@ -74,8 +76,8 @@ class ReuseFirstInstance:
 
 
 def environment_kinds(factory: Any) -> tuple[list[type], Any]:
-    """Return the classes of the environments, and the factories to pass on to TRL. A factory that is not a class is
-    called once, to learn the class of its environments."""
+    """Return the classes of the environments that ``factory`` makes (one factory, or name → factory), and the factory
+    or factories to pass on to TRL. A factory that is not a class is called once, to learn the class."""
     if isinstance(factory, dict):
         factories = dict(factory)
     else:

@@ -24,16 +24,15 @@ from transformers.integrations.flex_attention import flex_attention_forward
 
 from grpo_lab.trainer.trl_bridge.packed_layout import Ints, Spans, sent
 
-#: Tokens of a block, as in FlexAttention.
+#: Number of tokens in a block, FlexAttention's default.
 BLOCK = 128
 #: Number of lengths in an octave. Up to twice as many blocks every number of blocks is a length; above that every 2nd,
 #: 4th, … is one.
 RUNGS = 16
-#: Seconds of a call of attention on the host from which on it must have compiled. Without compiling it takes a
-#: thousandth of one.
+#: A call of attention that takes the host at least so many seconds must have compiled; others take a millisecond.
 COMPILES = 1.0
-#: Rows are read in tiles after this many seconds of compilation, or this many compilations. After 8 of one function
-#: torch compiles no more, and then computes all pairs without a kernel.
+#: Limits of compilation, in seconds and in number. Once one is reached, rows are read in tiles (``sdpa``). After 8
+#: compilations of one function torch compiles no more, and computes all pairs without a kernel.
 SECONDS = 120.0
 COMPILATIONS = 6
 
@@ -49,6 +48,7 @@ class CompileClock:
     now: Callable[[], float] = field(default=time.perf_counter, repr=False)
 
     def timed(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return ``call(*args, **options)``, and count it as a compilation if it took long enough."""
         begun = self.now()
         made = call(*args, **options)
         taken = self.now() - begun
@@ -59,6 +59,7 @@ class CompileClock:
 
     @property
     def is_spent(self) -> bool:
+        """Whether a limit of compilation is reached."""
         return self.seconds >= SECONDS or self.compilations >= COMPILATIONS
 
     def described(self) -> str:
@@ -70,8 +71,8 @@ CLOCK = CompileClock()
 
 
 def on_ladder(length: int) -> int:
-    """Return the length that a row of ``length`` tokens is padded to: at most 127 tokens or a sixteenth more. It is two
-    blocks at least, since torch compiles anew for sizes of one."""
+    """Return the length in tokens that a row of ``length`` tokens is padded to: a whole number of blocks, of which few
+    numbers are allowed (``RUNGS``). It is two blocks at least, since torch compiles anew for sizes of one."""
     blocks = max(2, -(-length // BLOCK))
     step = 1
     while blocks > 2 * RUNGS * step:
@@ -80,9 +81,12 @@ def on_ladder(length: int) -> int:
 
 
 def block_mask(spans: Spans, length: int, device: torch.device) -> BlockMask:
-    """Make the mask of who sees whom in a packed row that is padded to ``length``. A token sees earlier tokens of its
-    group and itself, if they are of the prompt or of its own completion. Nobody sees a head's key. A token of padding
-    sees itself alone."""
+    """Make FlexAttention's mask for a packed row that is padded to ``length`` tokens.
+
+    A token attends to itself and to the earlier tokens of its prompt and of its own completion, but never to a head
+    (the copy of the prompt's last token before a completion). A token of padding attends to itself alone. A block of
+    the mask is empty, partial or full; only in partial ones the kernel evaluates the mask's function.
+    """
     blocks = length // BLOCK
     queries = _overlap(spans.start, spans.size, blocks)
     keys = _overlap(spans.start + spans.head, spans.size - spans.head, blocks)
@@ -112,8 +116,8 @@ def flex_attend(
 
 
 def _seen_by(table: Tensor) -> Mask:
-    """Return the mask function over an int ``[3, S]``: of each token its group, the group that may see its key (0:
-    none), and its completion (0: it is of the prompt). The code is the same for all rows."""
+    """Return the mask's function, which tells from the int ``table`` ``[3, S]`` of `_table` whether a query sees a key.
+    Its code is the same for all rows, so it is compiled once."""
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         of_it = (table[2, key] == 0) | (table[2, key] == table[2, query])
@@ -123,6 +127,8 @@ def _seen_by(table: Tensor) -> Mask:
 
 
 def _table(spans: Spans, length: int) -> NDArray[np.int32]:
+    """Return int ``[3, length]``. Of each token: its group, the group whose tokens may see it (0: none, for a head),
+    and the number of its completion (0: it is of a prompt). A token of padding is alone in a group below 0."""
     table = np.zeros((3, length), dtype=np.int32)
     end = int(spans.start[-1] + spans.size[-1])
     table[:2, :end] = np.repeat(spans.group, spans.size)
@@ -133,8 +139,8 @@ def _table(spans: Spans, length: int) -> NDArray[np.int32]:
 
 
 def _overlap(start: Ints, size: Ints, blocks: int) -> NDArray[np.float32]:
-    """Return float ``[n, blocks]``: how many tokens of each run are in each block. Products of two such numbers are
-    exact."""
+    """Return float ``[n, blocks]``: how many tokens of each run ``[start, start + size)`` are in each block. Products
+    of two such numbers are exact in float32."""
     first = np.arange(blocks) * BLOCK
     inside = np.minimum((start + size)[:, None], first + BLOCK) - np.maximum(start[:, None], first)
     return inside.clip(0).astype(np.float32)

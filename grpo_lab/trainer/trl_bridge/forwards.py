@@ -1,4 +1,9 @@
-"""Forwards in the place of TRL's: bins, given positions, and an LM head for scored tokens only."""
+"""Forwards in the place of TRL's: bins, given positions, and an LM head for scored tokens only.
+
+``completion_log_probs`` scores a bin, ``score`` is the forward below it, and ``forwards_replaced`` puts such a forward
+in the place of those that TRL runs at generation. Most other functions are contexts for speed: TRL's head, transformers
+and torch do what is meant for one padded batch, and a bin needs less.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +39,31 @@ def completion_log_probs(
     on_host: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probs and entropies ``[B, L - 1]`` of ``labels`` by TRL's fused LM head, at the trainer's sampling
-    temperature. Labels of −100 are not scored and get 0. Entropies are None if the head makes none (TRL's reference
-    model).
+    """Compute log-probs and entropies ``[B, L - 1]``, in nats, of the tokens of a bin by TRL's fused LM head, at the
+    trainer's sampling temperature. Entry t belongs to token t + 1; a token that is not scored gets 0.
 
-    Position t scores token t + 1. TRL feeds left-padded rows without positions, so a row's rotary angles depend on its
-    padding. With the ``position_ids`` that it would have had, a differently padded row has the same numbers. Rows are
-    padded on the right, where a causal model cannot look: an ``attention_mask`` is needed only for a hole in a row.
+    TRL feeds left-padded rows without positions, so a row's rotary angles depend on its padding. Given the positions
+    that a row has there, the same row with other padding gets the same numbers here.
 
     On a CPU TRL's head projects every position onto the vocabulary and drops most of it; on a GPU it asks the device
-    which are scored and waits. With the labels ``on_host``, as they are on a CPU, only scored positions leave the
-    backbone, as one row of ``shift_labels``, and nobody waits. This is not done under ``torch.compile``, where it
-    depends on a setting of torch whether a changed hook is noticed.
+    which positions are scored, and waits. If the labels are known on the host, only scored positions go from the
+    backbone to the head, as one row of ``shift_labels``, without waiting. This is not done under ``torch.compile``,
+    where it depends on a setting of torch whether a changed hook is noticed.
 
-    ``kept`` int ``[B, L - 1, K]``: the tokens that each label is scored among (``trl_bridge.kept``); None: all.
+    Args:
+        accelerator, model: the trainer's accelerator, and the model as it was wrapped.
+        input_ids: long ``[B, L]``, rows padded on the right, where a causal model cannot look.
+        labels: long ``[B, L]``, the tokens to score; −100: not scored.
+        position_ids: long ``[B, L]``.
+        attention_mask: long ``[B, L]``, needed only for a hole in a row.
+        on_host: the labels on the host, if ``labels`` are on a GPU.
+        kept: int ``[B, L - 1, K]``, the tokens among which each token is scored (``trl_bridge.kept``); None: all.
+
+    Returns:
+        Log-probs, and entropies or None if the head makes none (TRL's reference model).
+
+    Raises:
+        ValueError: ``kept`` is given, and the labels are not on the host or the model is compiled.
     """
     mask = {}
     if attention_mask is not None:
@@ -79,16 +95,18 @@ def completion_log_probs(
 
 
 def kept_places(found: Tensor, length: int, device: torch.device) -> Tensor:
-    """Return the places of scored positions, counted in rows of ``length``, in rows of ``length - 1``: the last
-    position of a row scores nothing."""
+    """Convert places in a flattened ``[B, length]`` to places in the flattened ``[B, length - 1]`` without each row's
+    last column, where no token is scored."""
     return sent(found - found // length, device)
 
 
 @contextlib.contextmanager
 def one_sequence_a_row(device: torch.device) -> Iterator[None]:
-    """Keep transformers, inside the block, from searching the positions of a row for several sequences. A row of a bin
-    is one sequence, or comes with a mask. The search would run in every forward, and wait until the device has finished
-    all bins before this one. (On a CPU nobody waits, and nothing is changed.)"""
+    """Keep transformers, inside the block, from searching the positions of a row for several sequences.
+
+    A row of a bin is one sequence, or comes with its own mask. The search would run in every forward, and the host
+    would wait until the GPU has finished all bins before this one. Nothing is changed on a CPU.
+    """
     with contextlib.ExitStack() as stack:
         if device.type != "cpu" and hasattr(masking_utils, "find_packed_sequence_indices"):
             stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
@@ -97,8 +115,9 @@ def one_sequence_a_row(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_any_shape(device: torch.device) -> Iterator[None]:
-    """Switch off cuDNN's attention on a GPU inside the block. It is torch's first choice on Hopper, but plans anew for
-    every shape, and every bin has another (an update of the 0.5B shape on an H200: 1.24 s with it, 0.47 s without)."""
+    """Switch off cuDNN's attention on a GPU inside the block, which then runs fast for rows of any shape. cuDNN is
+    torch's first choice on Hopper, but plans anew for every shape, and every bin has another one (an update of the 0.5B
+    shape on an H200: 1.24 s with it, 0.47 s without)."""
     if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
         yield
         return
@@ -111,8 +130,8 @@ def of_any_shape(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_are_scored() -> Iterator[None]:
-    """Tell TRL's head inside the block that all positions it gets are scored; others never reach it. Where Triton runs
-    it would look for them, and wait for the answer."""
+    """Tell TRL's head, inside the block, that all positions that it gets are scored. Where Triton runs it would search
+    for positions without a label, and wait for the answer; here they never reach it."""
     with contextlib.ExitStack() as stack:
         if hasattr(utils, "_use_triton"):  # the kernels ask for themselves
             stack.enter_context(replaced(utils, "_use_triton", lambda device: False))
@@ -120,8 +139,9 @@ def all_are_scored() -> Iterator[None]:
 
 
 def score(accelerator: Any, model: torch.nn.Module, inputs: dict[str, Any], places: Tensor, chosen: Tensor) -> Any:
-    """Return the output of TRL's fused head for the tokens ``chosen`` ``[1, n]``. Each is scored from the backbone's
-    output at its entry of ``places`` ``[n]`` in the flattened batch; no other position reaches the head."""
+    """Run the model's forward on ``inputs``, and TRL's fused head for n tokens only: token i of ``chosen`` ``[1, n]``
+    is scored from the hidden states at place ``places[i]`` of the flattened batch. Returns the model's output, with
+    log-probs and entropies ``[1, n]``."""
 
     def pick(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
@@ -134,9 +154,12 @@ def score(accelerator: Any, model: torch.nn.Module, inputs: dict[str, Any], plac
 
 @contextlib.contextmanager
 def energies_for_log_probs() -> Iterator[None]:
-    """Let TRL's head inside the block give the squared norm of the score, 1 − 2π + Σπ² ≥ 0, of each token where it
-    gives log-probs otherwise, without gradient. π are probabilities at the sampling temperature. The head computes Σπ²
-    in its tiles on request; TRL's trainer does not ask for it."""
+    """Let TRL's head, inside the block, return each token's score energy in the place of its log-prob.
+
+    That is the squared norm of the gradient of log π by the logits, 1 − 2π + Σ_v π_v² ≥ 0, where π is the token's
+    probability and π_v that of each token v of the vocabulary, at the sampling temperature. It has no gradient here.
+    The head computes Σπ² in its tiles on request; TRL's trainer does not ask for it.
+    """
     head = utils._ChunkedLogProbFunction
 
     class Energies:
@@ -151,9 +174,9 @@ def energies_for_log_probs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def scored_alone() -> Iterator[None]:
-    """Let the head of TRL's other trainers skip positions without a label inside the block on a CPU, too. By itself it
-    skips them only where Triton runs. The kernels check for Triton on their own. TRL 1.15 has no such check, and scores
-    all."""
+    """Let the fused head of TRL's SFT, DPO and other trainers skip positions without a label, inside the block, on a
+    CPU too. TRL skips them only where Triton runs; the kernels check that on their own. TRL 1.15 has no such check:
+    there nothing changes, and all positions are scored."""
     with contextlib.ExitStack() as stack:
         for module in (utils, distillation_trainer):
             if (asks := getattr(module, "_use_triton", None)) is not None:
@@ -164,10 +187,12 @@ def scored_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_tiles(device: torch.device) -> Iterator[None]:
-    """Let TRL's head take `CPU_TILE` tokens at once on a CPU inside the block, forward and backward. Its own 4,096 suit
-    a GPU. On a CPU they mean a dozen passes over a tile that no cache holds (1.5 times as long at Qwen's vocabulary,
-    twice at a small one). The weight's gradient adds the same summands in another order. TRL 1.15 has one tile, and
-    keeps it."""
+    """Let TRL's head, inside the block, take `CPU_TILE` tokens at once on a CPU, forward and backward.
+
+    TRL's own 4,096 suit a GPU. On a CPU they mean a dozen passes over a tile that no cache holds (1.5 times as long at
+    Qwen's vocabulary, twice at a small one). The weight's gradient adds the same summands in another order. TRL 1.15
+    takes all tokens at once, which is not changed.
+    """
     head = sys.modules.get("trl.kernels.chunked_logprob")
     with contextlib.ExitStack() as stack:
         if device.type == "cpu" and hasattr(head, "TOKEN_CHUNK_SIZE"):
@@ -176,12 +201,13 @@ def small_tiles(device: torch.device) -> Iterator[None]:
 
 
 def _or_on_cpu(asks: Callable[[torch.device], bool], device: torch.device) -> bool:
+    """Return whether ``asks(device)`` is true or the device is a CPU."""
     return device.type == "cpu" or asks(device)
 
 
 def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: Any) -> tuple[Any, Any, Any]:
-    """Run TRL's own forward on padded rows. Returns the completions' log-probs ``[B, T]``, and entropies and the
-    router's loss if asked for."""
+    """Run TRL's own forward on padded ``rows``. Returns the completions' log-probs ``[B, T]``, their entropies and the
+    router's loss; the last two are None unless ``options`` ask for them."""
     return trainer._get_per_token_logps_and_entropies(
         model,
         torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
@@ -193,16 +219,17 @@ def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: 
 
 
 def coarsest(model: torch.nn.Module) -> torch.dtype:
-    """Return the coarsest dtype of at least 16 bits among the model's weights, which bounds the precision of its
-    log-probs. Not that of its first weight: with ``cast_lm_head_to_fp32`` a tied embedding is float32, and the layers
-    are not."""
+    """Return the coarsest dtype of at least 16 bits among the model's weights, which limits the precision of its
+    log-probs. The first weight's dtype would not do: with ``cast_lm_head_to_fp32`` a tied embedding is float32, and the
+    layers are not."""
     found = {p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1}
     return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 @contextlib.contextmanager
 def fp32_head_in_words(asked: bool) -> Iterator[None]:
-    """Raise ValueError, with the reason, where TRL's constructor cannot cast the head (``cast_lm_head_to_fp32``)."""
+    """Turn the AttributeError of TRL's constructor, inside the block, into a ValueError that says the reason, if the
+    error is that it cannot cast the head. ``asked``: whether ``cast_lm_head_to_fp32`` is set."""
     try:
         yield
     except AttributeError as error:
@@ -230,13 +257,15 @@ def backbone(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
 def forwards_replaced(
     trainer: Any, forward: Callable[[Any, Tensor, Tensor, int], Tensor], without_policy: bool = False
 ) -> Iterator[list[str]]:
-    """Replace TRL's no-grad forwards at generation by ``forward(model, input_ids, attention_mask, T)`` inside the
-    block.
+    """Replace TRL's forwards without gradient at generation, inside the block, by
+    ``forward(model, input_ids, attention_mask, T)``, which returns log-probs ``[B, T]``.
 
-    With ``without_policy`` the policy's forward (old log-probs) is not run and TRL gets zeros: the caller drops what
-    TRL makes of them. TRL asks for it before it knows the rewards, over all rows. Forwards of the reference are always
-    replaced; with PEFT they run through the same model object, but TRL asks for the policy once, and before. Multimodal
-    forwards stay TRL's. Yields a list that holds ``"policy"`` once its forward was left out.
+    With ``without_policy`` the policy's forward (old log-probs) is not run, and TRL gets zeros; the caller must drop
+    what TRL makes of them. TRL asks for this forward before it knows the rewards, over all rows. The reference's
+    forwards are always replaced. With PEFT they run through the same model object as the policy's; TRL asks for the
+    policy first and only once, so only the first call is left out. Multimodal forwards stay TRL's.
+
+    Yields a list that holds ``"policy"`` once the policy's forward was left out.
     """
     original = trainer._get_per_token_logps_and_entropies
     left_out: list[str] = []
@@ -259,8 +288,8 @@ def forwards_replaced(
 def positions_given(
     accelerator: Any, model: torch.nn.Module, position_ids: Tensor | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which TRL's forward of ``model`` gets ``position_ids`` ``[B, L]``, if any; TRL passes
-    none."""
+    """Return a context in which every forward of ``model`` gets ``position_ids`` ``[B, L]``, which TRL does not pass.
+    With None nothing is changed."""
     if position_ids is None:
         return contextlib.nullcontext()
 
@@ -272,8 +301,8 @@ def positions_given(
 
 @contextlib.contextmanager
 def without_autocast(accelerator: Any, model: torch.nn.Module) -> Iterator[None]:
-    """Run the policy's forward inside the block without the wrapper that accelerate gave it for mixed precision, if it
-    did."""
+    """Switch off mixed precision inside the block: accelerate's ``autocast`` does nothing, and the policy's forward
+    runs without the wrapper that accelerate gave it, if any."""
     inner = accelerator.unwrap_model(model)
     plain = None
     if accelerator.mixed_precision != "no":
@@ -286,6 +315,5 @@ def without_autocast(accelerator: Any, model: torch.nn.Module) -> Iterator[None]
 
 
 def without_checkpointing(model: Any, args: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without gradient checkpointing, for forwards without gradient (TRL's own context around
-    these)."""
+    """Return TRL's own context that switches off gradient checkpointing, for forwards without gradient."""
     return disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs)

@@ -20,9 +20,9 @@ from grpo_lab.trainer.trl_bridge.values import without_critic
 
 
 def without_gradient_sync(accelerator: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context for a backward that is not the last one of the optimizer step: gradients accumulate, and ranks
-    do not communicate. DeepSpeed decides by ``sync_gradients`` alone (accelerate passes it on as the accumulation
-    boundary)."""
+    """Return a context for a backward that is not the last one of the optimizer step: gradients are added up on this
+    rank, and ranks do not communicate. For DeepSpeed it is enough to set ``sync_gradients``, which accelerate passes on
+    as the boundary of the accumulation."""
     stack = contextlib.ExitStack()
     state = accelerator.gradient_state
     stack.callback(state._set_sync_gradients, state.sync_gradients)
@@ -33,18 +33,19 @@ def without_gradient_sync(accelerator: Any, model: torch.nn.Module) -> contextli
 
 
 def backward(accelerator: Any, loss: Tensor) -> None:
-    """Run HF's backward of one loss, as its ``training_step`` does. The loss is scaled for accumulation already, and
-    DeepSpeed would divide it by ``gradient_accumulation_steps`` once more."""
+    """Run the backward of one loss as HF's ``training_step`` does. The loss is scaled for accumulation already, so
+    DeepSpeed is kept from dividing it by ``gradient_accumulation_steps`` once more."""
     deepspeed = accelerator.distributed_type == "DEEPSPEED"
     accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
 
 def put_aside(accelerator: Any) -> Tensor:
-    """Return the loss of a micro-batch that is only put aside: a constant 0.
+    """Return the loss of a micro-batch that is only collected for a later update: 0, with a backward that reaches no
+    weight.
 
-    Under DeepSpeed HF's backward of it is skipped: ZeRO-1 and 2 make their gradient buckets when a gradient arrives and
-    read them at the end of every backward (0.19.8: ``IndexError`` in ``reduce_ipg_grads``). Also, offloaded gradients
-    of the step before would be taken for this step's.
+    Under DeepSpeed HF's backward of this loss is skipped. ZeRO-1 and 2 make their gradient buckets when a gradient
+    arrives, and read them at the end of every backward, where they would be missing (0.19.8: ``IndexError`` in
+    ``reduce_ipg_grads``). Also, offloaded gradients of the step before would be taken for this step's.
     """
     nothing = torch.zeros((), device=accelerator.device, requires_grad=True)
     if accelerator.distributed_type == "DEEPSPEED":
@@ -53,7 +54,7 @@ def put_aside(accelerator: Any) -> Tensor:
 
 
 def _leave_out_next(owner: Any, method: str, instead: Callable[[], None]) -> None:
-    """Replace the next call of ``owner.method`` by ``instead()``; then the method is as it was before."""
+    """Make the next call of ``owner.method`` call ``instead()`` only; after it the method is as it was before."""
     before = vars(owner).get(method)  # usually none: it is the class's
 
     def once(*_: Any, **__: Any) -> None:
@@ -66,12 +67,12 @@ def _leave_out_next(owner: Any, method: str, instead: Callable[[], None]) -> Non
 
 
 def leave_out_step(optimizer: Any) -> None:
-    """Make the next ``step()`` of ``optimizer`` (accelerate's wrapper) do nothing and count as skipped, so that HF
-    leaves the schedule as it is.
+    """Make the next ``step()`` of ``optimizer`` (accelerate's wrapper) do nothing and count as skipped, so that HF does
+    not advance the learning-rate schedule.
 
-    Weights and moments are not touched; HF's ``zero_grad`` drops the gradients. fp16's scaler, if there is one, has
-    unscaled the gradients and is updated here, as the step would do. Without a scaler ``step_was_taken`` removes the
-    mark.
+    Weights and moments are not touched; HF's ``zero_grad`` drops the gradients. If there is an fp16 scaler, it has
+    unscaled the gradients, and is updated here as the step would do. Without a scaler the mark of a skipped step stays
+    until ``step_was_taken`` removes it.
     """
 
     def nothing() -> None:
@@ -83,27 +84,27 @@ def leave_out_step(optimizer: Any) -> None:
 
 
 def step_was_taken(optimizer: Any) -> None:
-    """Remove the mark of ``leave_out_step``; without a scaler nothing else does."""
+    """Remove the mark of a skipped step that ``leave_out_step`` has set; with a scaler accelerate removes it itself."""
     if optimizer.scaler is None:
         optimizer._is_overflow = False
 
 
 def forget_running_loss(trainer: Any) -> None:
-    """Set HF's sum of losses since the last log to 0."""
+    """Set HF's running sum of losses, which its next log reports, to 0."""
     trainer._tr_loss.zero_()
 
 
 def overflow_of_scaler(accelerator: Any) -> bool:
-    """Return whether a gradient that is not finite may come from fp16's loss scaling. The scaler skips such steps and
-    halves its scale, down to 1."""
+    """Return whether a gradient that is not finite may come from fp16's loss scaling: there is a scaler, and its scale
+    is above 1. The scaler skips such steps by itself, and halves its scale."""
     scaler = accelerator.scaler
     return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1.0
 
 
 @contextlib.contextmanager
 def reference_model_in_full() -> Iterator[None]:
-    """Give TRL's reference model the weights of rank 0 on every rank before it is sharded. This is a context for the
-    time in which a trainer is built.
+    """Give TRL's reference model the weights of rank 0 on every rank before it is sharded, inside the block in which a
+    trainer is built.
 
     With FSDP2 and ``fsdp_cpu_ram_efficient_loading`` transformers loads weights on one process of a machine and leaves
     zeros on the others. accelerate broadcasts the policy when it wraps it. TRL 1.16 wraps the reference itself and does
@@ -127,20 +128,24 @@ def reference_model_in_full() -> Iterator[None]:
 
 
 def plain_cpu(args: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which ``args.device`` of a CPU rank is "cpu", not "cpu:0". With several processes
-    transformers 5.17 loads an optimizer's tensors to it, and torch 2.13 knows no "cpu:0" there."""
+    """Return a context in which ``args.device`` of a CPU rank is "cpu" in place of "cpu:0". With several processes
+    transformers 5.17 loads an optimizer's tensors to that device, and torch 2.13 knows no "cpu:0" there."""
     if args.device.type != "cpu":
         return contextlib.nullcontext()
     return replaced(args, "_setup_devices", torch.device("cpu"))
 
 
-#: TRL's names of the copy of an adapter that the policy came with, and of the adapter itself.
+#: TRL's names of two adapters: the reference, a copy of the adapter that the policy came with, and the policy's own.
 REFERENCE_ADAPTER, POLICY_ADAPTER = "ref", "default"
 
 
 def reference_tensors(policy: Any, reference: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return name → (the reference's tensor, the policy's) for parameters and buffers; of sharded tensors this rank's
-    part. Raises ValueError if no reference can be moved, or if it is built otherwise than the policy."""
+    """Return name → (the reference's tensor, the policy's tensor), for copying the policy into the reference.
+
+    Without a ``reference`` model the pairs are the parameters of the policy's adapter and of TRL's copy of it; else all
+    parameters and buffers of both models. Of sharded tensors it is this rank's part. Raises ValueError if there is
+    neither model nor copy, or if the two models differ in shapes.
+    """
     if reference is None:
         if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}):
             raise ValueError(
@@ -164,10 +169,11 @@ def reference_tensors(policy: Any, reference: Any) -> dict[str, tuple[Tensor, Te
 
 
 def load_policy_adapter(policy: Any, checkpoint: str) -> None:
-    """Load the trained adapter of a checkpoint that also holds TRL's copy of it (the folder ``ref``); else do nothing.
+    """Load the policy's adapter from a checkpoint that also holds TRL's reference adapter (folder ``ref``); do nothing
+    for other checkpoints.
 
-    transformers 5.17 (``Trainer._load_from_checkpoint``) loads either the adapters in folders or the one beside them.
-    Here it loads the copy alone, so that the policy would start where it began.
+    transformers 5.17 (``Trainer._load_from_checkpoint``) loads either the adapters in sub-folders or the one beside
+    them. From such a checkpoint it loads the reference alone, and the policy would start anew.
     """
     saved = Path(checkpoint)
     if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}) or not (saved / REFERENCE_ADAPTER).is_dir():
@@ -178,7 +184,7 @@ def load_policy_adapter(policy: Any, checkpoint: str) -> None:
 
 
 def whole_by_names(accelerator: Any) -> str | None:
-    """Return why a rank cannot read and write the reference tensor by tensor, or ``None``."""
+    """Return in words why a rank cannot read and write a model tensor by tensor, by their names; None if it can."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None and plugin.zero_stage == 3:
         return "DeepSpeed ZeRO-3, which keeps weights in partitions of its own"
@@ -187,7 +193,7 @@ def whole_by_names(accelerator: Any) -> str | None:
     return None
 
 
-#: TRL's own metrics of the sampler correction. A team's may have the same prefix.
+#: TRL's own metrics of the sampler correction; a user's may begin with the same prefix.
 SAMPLING_METRICS: tuple[str, ...] = (
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",
@@ -196,8 +202,8 @@ SAMPLING_METRICS: tuple[str, ...] = (
 
 
 def forget_sampling_metrics(seen: dict[str, list[Any]]) -> None:
-    """Drop what TRL has just appended to its own ``sampling/*`` metrics: it was computed from zeros in place of
-    log-probs."""
+    """Drop the newest value of each of TRL's own ``sampling/*`` metrics in ``seen``, TRL's table of metrics. TRL
+    computed it from the zeros that it was given in place of log-probs (``forwards_replaced``)."""
     for name in [name for name in SAMPLING_METRICS if name in seen]:
         seen[name].pop()
         if not seen[name]:
@@ -226,13 +232,14 @@ def replace_logged_rows(logged: dict[str, Any], columns: dict[str, list[Any]]) -
 
 
 def optimizer_saved_as_it_is(accelerator: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context for writing a checkpoint, in which torch makes up no moments.
+    """Return a context for writing a checkpoint, in which torch makes up no optimizer moments under FSDP2.
 
-    Weights without moments have made no step: the policy's in ``value.warmup_steps``, all if the guard skipped every
-    step, an expert without tokens. For an FSDP2 optimizer that has no moments at all, torch 2.13 makes them up when it
-    saves. It does so by a step with zero gradients, which AdamW's bias correction counts, also in the running training.
-    A checkpoint that lacks some moments is refused. So a checkpoint names these weights. Only they may be without
-    moments, and they are again after the load.
+    Some weights may have no moments, because they have made no step yet: the policy's during ``value.warmup_steps``,
+    all if the guard skipped every step, an expert's without tokens. If the optimizer has no moments at all, torch 2.13
+    makes them up when it saves, by a step with zero gradients, which AdamW's bias correction counts, also in the
+    running training. And torch refuses to load a checkpoint in which some moments are missing. So our checkpoint names
+    the weights without moments (``without_moments``); only they may lack them, and after the load they lack them again
+    (``optimizer_loaded_as_it_was``).
     """
     if not accelerator.is_fsdp2:
         return contextlib.nullcontext()
@@ -240,8 +247,8 @@ def optimizer_saved_as_it_is(accelerator: Any) -> contextlib.AbstractContextMana
 
 
 def without_moments(accelerator: Any, model: torch.nn.Module, optimizer: Any) -> dict[str, Any] | None:
-    """Return the names of the optimizer's weights for which it holds nothing, as a checkpoint entry, the same on every
-    rank. None without FSDP2, or if there are no such weights."""
+    """Return the checkpoint entry with the names of the weights for which the optimizer holds no moments, the same on
+    every rank; None without FSDP2, or if there are no such weights."""
     if not accelerator.is_fsdp2:
         return None
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -255,8 +262,8 @@ def without_moments(accelerator: Any, model: torch.nn.Module, optimizer: Any) ->
 def optimizer_loaded_as_it_was(
     accelerator: Any, model: torch.nn.Module, optimizer: Any, named: set[str]
 ) -> Iterator[None]:
-    """Let a checkpoint's optimizer be loaded inside the block though the weights ``named`` have no moments in it. They
-    have none afterwards, either."""
+    """Let a checkpoint's optimizer be loaded inside the block though the weights ``named`` have no moments in it. After
+    the block they have none in ``optimizer``, either."""
     if not named or not accelerator.is_fsdp2:
         yield
         return

@@ -2,8 +2,8 @@
 
     log π_K(y_t) = z_{y_t} − log Σ_{k ∈ K_t} e^{z_k}        z: logits at the sampling temperature, K_t: the kept tokens
 
-No other logit is needed, so the head's rows of the kept tokens alone are multiplied. The sets are constants, as π_old's
-are: no gradient flows through the choice of a set.
+Only logits of kept tokens are needed, so only their rows of the head's weight are multiplied with the hidden states.
+The sets were chosen at generation and are constants here: no gradient flows through the choice.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from trl.trainer import utils
 
 from grpo_lab.trainer.trl_bridge.names import replaced
 
-#: Tokens whose kept rows of the head are gathered at once; the backward gathers them again.
+#: Number of scored tokens for which rows of the head's weight are gathered at once; the backward gathers them again.
 TILE = 256
 
 
 def kept_scores(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, kept: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies ``[n]`` over the kept tokens, in nats.
+    """Return log-probs and entropies ``[n]`` of n scored tokens over their sets of kept tokens, in nats.
 
     Args:
-        hidden: ``[n, H]``; ``weight``: ``[V, H]``, ``bias``: ``[V]``, those of the head.
-        labels: long ``[n]``, the scored tokens, each in its set.
+        hidden: ``[n, H]``, the hidden states that score the tokens.
+        weight, bias: ``[V, H]`` and ``[V]``, those of the LM head.
+        labels: long ``[n]``, the scored tokens; each must be in its set.
         kept: int ``[n, K]``, the sets: token ids + 1, and 0 for no token.
+        temperature: the sampling temperature; logits are divided by it.
     """
     there = kept > 0
     ids = (kept - 1).clamp(min=0).long()
@@ -47,8 +49,8 @@ def kept_scores(
 
 
 def kept_at(tokens: Tensor | None, take: Tensor, length: int) -> Tensor | None:
-    """Return the sets ``[n, T, K]`` of completion tokens at the places that score them, ``[n, length, K]``; None: all
-    tokens. ``take``: long ``[n, T]``, those places."""
+    """Move the kept sets ``[n, T, K]`` of completion tokens to the places in their rows that score them, and return
+    ``[n, length, K]``. ``take``: long ``[n, T]``, those places. None stays None: no token is left out."""
     if tokens is None:
         return None
     found = tokens.new_zeros(tokens.size(0), length, tokens.size(2))
@@ -58,7 +60,8 @@ def kept_at(tokens: Tensor | None, take: Tensor, length: int) -> Tensor | None:
 
 @contextlib.contextmanager
 def over_kept(kept: Tensor) -> Iterator[None]:
-    """Let TRL's head, inside the block, score its tokens over the sets ``kept`` ``[n, K]``, in their order."""
+    """Let TRL's head, inside the block, score n tokens over the sets ``kept`` ``[n, K]``, in the same order. The
+    forward raises ValueError for a model that caps or scales its logits."""
 
     class OverKept:
         @staticmethod

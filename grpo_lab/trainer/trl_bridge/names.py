@@ -1,5 +1,9 @@
-"""Names of TRL, and of transformers' Trainer below it, that this package overrides, calls and reads. Also here: the
-releases that it was tested with, and functions that tell whether a method was written by a team (a user)."""
+"""Names of TRL, and of transformers' Trainer below it, that this package overrides, calls and reads.
+
+The tables are compared with TRL by ``tests/contract``. Also here: the releases of TRL that were tested, the context
+``replaced`` by which this room replaces a function of TRL inside a block, and functions that tell whether a method was
+written by a team (a user of the package).
+"""
 
 from __future__ import annotations
 
@@ -172,11 +176,12 @@ LIBRARIES = ("grpo_lab", "trl", "transformers", "builtins", "contextlib", "funct
 
 
 class PlainNames:
-    """Public names for what TRL's trainer keeps, most of it under private ones. A base class that comes before TRL's
-    trainer."""
+    """Base class with public names for what TRL's trainer keeps under private ones. It stands before TRL's trainer
+    among the bases of ours."""
 
     @property
     def last_logged_step(self: Any) -> int:
+        """Optimizer step of the last log."""
         return int(self._globalstep_last_logged)
 
     @property
@@ -206,8 +211,7 @@ class PlainNames:
 
     @property
     def buffered_micro_batches(self: Any) -> list[dict[str, Any]]:
-        """Micro-batches of the current generation batch, in TRL's buffer. Training sees every change that is made to
-        one."""
+        """Micro-batches of the current generation batch, TRL's own dicts: a change of one is seen by the training."""
         return list(self._buffered_inputs or [])
 
 
@@ -217,8 +221,9 @@ def is_multimodal(inputs: dict[str, Any]) -> bool:
 
 
 def may_bring_images(trainer: Any) -> bool:
-    """Return whether any batch of the run may carry images, the same on every rank: in a mixed data set only some
-    ranks' batches have images. Only prompts of a text column, without tools or environments, are sure to bring none."""
+    """Return whether any batch of the run may carry images. The answer is the same on every rank, also for a mixed data
+    set, where a batch has images on some ranks only. Without a multimodal model, or for prompts of text only, without
+    image columns, tools and environments, it is False."""
     if not trainer._is_vlm:
         return False
     columns = getattr(trainer.train_dataset, "features", None) or {}
@@ -233,14 +238,14 @@ def may_bring_images(trainer: Any) -> bool:
 
 
 def prompt_tokens(trainer: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the token ids of the prompts of data set rows, as TRL's generation makes them. The prompts must be text
-    without images."""
+    """Return the token ids of the prompts in rows of the data set, as TRL's generation makes them. The prompts must
+    have no images."""
     ids, _, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])
     return [list(of_row) for of_row in ids]
 
 
 def send_weights_again(trainer: Any) -> None:
-    """Make the next generation send the weights to the engine, even if those of this step were sent."""
+    """Make the next generation send the weights to the engine, also if TRL has sent those of this step already."""
     trainer._last_loaded_step = -1
 
 
@@ -266,8 +271,8 @@ def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scored_through(trainer: Any, generate: Callable[..., Any], reward: Callable[..., Any]) -> Iterator[None]:
-    """Wrap ``_generate`` and ``_calculate_rewards`` by ``generate`` and ``reward`` inside the block. Each is called
-    with the outermost method, a team's included, and that method's arguments."""
+    """Wrap the trainer's ``_generate`` and ``_calculate_rewards`` by ``generate`` and ``reward`` inside the block. Each
+    wrapper is called with the method that it wraps (a user's, if there is one) and with that method's arguments."""
     with (
         replaced(trainer, "_generate", functools.partial(generate, trainer._generate)),
         replaced(trainer, "_calculate_rewards", functools.partial(reward, trainer._calculate_rewards)),
@@ -276,10 +281,10 @@ def scored_through(trainer: Any, generate: Callable[..., Any], reward: Callable[
 
 
 def teams(trainer: Any, method: str) -> str | None:
-    """Return ``Class.method`` if a team's code replaces or wraps ``method``; None if nobody's does.
+    """Return ``Class.method`` if code of a team (a user) replaces or wraps ``method``; None if none does.
 
-    ``trainer`` may hold a function of that name itself, or be a class. A team's class counts wherever it is among the
-    bases, and so does a team's function that was set on a library's class.
+    ``trainer`` is a trainer or its class. A team's function counts wherever it is found: on the trainer itself, in a
+    class of the team's anywhere among the bases, or set on a library's class.
     """
     if not isinstance(trainer, type):
         if not is_librarys(vars(trainer).get(method)):
@@ -291,13 +296,13 @@ def teams(trainer: Any, method: str) -> str | None:
 
 
 def home_of(trainer: Any, method: str) -> str:
-    """Return the name of the class whose ``method`` is called."""
+    """Return the name of the class that defines the ``method`` that ``trainer`` has."""
     return next(kind.__name__ for kind in type(trainer).__mro__ if method in vars(kind))
 
 
 def hf_runs_the_step() -> bool:
-    """Return whether HF's ``training_step``, which calls the backward, is running. It is not if a team overrides it
-    without ``super()``."""
+    """Return whether HF's ``training_step``, which calls the backward, is among the running calls. It is not if a user
+    overrides it without ``super()``."""
     from transformers import Trainer  # not at the top: scripts/check_upstream.py reads this file beside any release
 
     code = inspect.unwrap(Trainer.training_step).__code__
@@ -308,8 +313,8 @@ def hf_runs_the_step() -> bool:
 
 
 def is_librarys(code: Any) -> bool:
-    """Return whether a function and all that it wraps are a library's. (``functools.wraps`` gives a wrapper the module
-    of what it wraps.)"""
+    """Return whether a function or class, and every function that it wraps, belong to `LIBRARIES`. A function's globals
+    are asked for their module, since ``functools.wraps`` copies ``__module__`` from the wrapped function."""
     while code is not None:
         module = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", LIBRARIES[0])
         if str(module).split(".")[0] not in LIBRARIES:

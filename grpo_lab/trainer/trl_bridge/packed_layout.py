@@ -1,7 +1,9 @@
 """Layout of a packed row: its groups, and its sequences one after another.
 
-A sequence is a run of places: a prompt, or a completion that begins with its head (see ``shared_attention``). All that
-an attention has to know of a row follows from where each begins, how long it is and which prompt belongs to it.
+A packed row is ``[prompt, head 1, completion 1, head 2, completion 2, …]``, group after group, where a head is a copy
+of the prompt's last token (see ``shared_attention``). A sequence is a run of places in it: a prompt, or a completion
+with its head. Which tokens attend to which follows from where the sequences begin, how long they are and which prompt
+they belong to.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ Ints = NDArray[np.int64]
 
 
 def sent(laid_out: Tensor, device: torch.device) -> Tensor:
-    """Send a tensor from the host to the device; nobody waits for the copy."""
-    if device.type == "cuda":  # what is not pinned is copied while the host waits
+    """Copy a tensor from the host to ``device``, without waiting for the copy."""
+    if device.type == "cuda":  # for memory that is not pinned the host would wait
         laid_out = laid_out.pin_memory()
     return laid_out.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Places of a prompt in the packed row, and of each of its completions, head included."""
+    """One group in a packed row: the places of its prompt's tokens, and of each completion's, head included."""
 
     prompt: Ints
     completions: list[Ints]
@@ -33,14 +35,14 @@ class PackedGroup:
 
 @dataclass(frozen=True)
 class Spans:
-    """The n sequences of a packed row in its order; together they are all of its tokens. Long ``[n]`` each.
+    """The n sequences of a packed row, in its order; together they cover all of its tokens.
 
-    Attributes:
-        start, size: the sequence's tokens are ``[start, start + size)``.
-        prompt, prompt_size: a completion sees all of its prompt ``[prompt, prompt + prompt_size)``; for a prompt the
-            size is 0.
-        head: 1 for a completion, whose first token's key nobody sees; 0 for a prompt.
-        group: number of its group, from 1 on.
+    Attributes (each long ``[n]``):
+        start, size: a sequence's tokens are at the places ``[start, start + size)``.
+        prompt, prompt_size: the tokens of the prompt before it are at ``[prompt, prompt + prompt_size)``, and a
+            completion attends to all of them; for a prompt the size is 0.
+        head: 1 for a completion, whose first token nobody attends to; 0 for a prompt.
+        group: number of the sequence's group, from 1 on.
     """
 
     start: Ints
@@ -52,6 +54,7 @@ class Spans:
 
     @staticmethod
     def of(groups: list[PackedGroup]) -> Spans:
+        """List the sequences of ``groups``, each prompt before its completions."""
         rows = []
         for number, group in enumerate(groups, 1):
             prompt = int(group.prompt[0])
@@ -61,5 +64,5 @@ class Spans:
 
     @property
     def keys(self) -> Ints:
-        """Long ``[n]``: how many keys the last token of each sequence sees."""
+        """Long ``[n]``: number of tokens that the last token of each sequence attends to."""
         return self.prompt_size + self.size - self.head

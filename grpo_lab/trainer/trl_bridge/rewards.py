@@ -21,14 +21,14 @@ SHAPING = {
 
 
 def shaping(name: str) -> Callable[..., Any]:
-    """Return the function that builds a shaping reward. TRL loads a parser of LaTeX together with the last of them, so
-    none is imported before it is asked for."""
+    """Return the function of ``trl.rewards`` that builds the shaping reward ``name`` (`SHAPING`). It is looked up only
+    here, since TRL loads a parser of LaTeX together with some of its rewards."""
     return getattr(rewards, SHAPING[name])
 
 
 def reward_name(reward: Any) -> str:
-    """Return the name that TRL gives a reward: the last part of a model's id or path, else the function's, also for a
-    ``partial``."""
+    """Return the name that TRL gives a reward: the last part of a reward model's id or path, or the function's name,
+    also of a function inside a ``partial``."""
     if isinstance(reward, str):
         return reward.split("/")[-1]
     if isinstance(reward, nn.Module):
@@ -37,8 +37,8 @@ def reward_name(reward: Any) -> str:
 
 
 def correctness_columns(reward_funcs: list[Any]) -> list[int]:
-    """Return the index of the first reward that measures correctness; if that is a task's (``ForTask``), the first of
-    each task."""
+    """Return the indices of the rewards by which a run's accuracy is measured: the first reward that measures
+    correctness or, if it belongs to a task (``ForTask``), the first one of each task."""
     first: dict[str | None, int] = {}
     for column, reward in enumerate(reward_funcs):
         if measures_correctness(reward):

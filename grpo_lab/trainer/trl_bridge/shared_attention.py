@@ -40,15 +40,19 @@ FLEX = "flex_attention"
 #: transformers' names of our attention, which reads a packed row; for any other row it is ``sdpa``.
 SHARED_PROMPT = "shared_prompt"
 SHARED_FLEX = "shared_prompt_flex"
-#: Cost of one more call of attention, in keys of padding.
+#: Cost of one more call of attention, in the number of keys of padding that take as long.
 CALL = 512
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One call of attention on m sequences of similar length. Long ``queries`` ``[m, q]`` and ``keys`` ``[m, k]`` are
-    their places in the packed row (padding: place 0). Bool ``seen`` ``[m or 1, 1, q, k]`` is the mask. None: a causal
-    mask, where q and k are equal."""
+    """One call of attention on m sequences of similar length.
+
+    Attributes:
+        queries: long ``[m, q]``, places in the packed row of the tokens that attend; padded with 0.
+        keys: long ``[m, k]``, places of the tokens that they attend to; padded with 0.
+        seen: bool ``[m or 1, 1, q, k]``, the mask; None: causal, where queries and keys are the same tokens.
+    """
 
     queries: Tensor
     keys: Tensor
@@ -57,8 +61,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """All calls of attention of a packed row. Long ``back`` ``[S]`` is where each packed token's output is in their
-    joined outputs."""
+    """All calls of attention for a packed row of S tokens. Long ``back`` ``[S]``: the place of each token's output when
+    the outputs of all calls, flattened, are joined."""
 
     calls: tuple[Tile, ...]
     back: Tensor
@@ -89,7 +93,8 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Places of the tokens of a sequence that attend, and of those that they attend to."""
+    """A sequence of a packed row: the places of its tokens, which attend (``queries``), and of all tokens that the last
+    of them attends to (``keys``)."""
 
     queries: Ints
     keys: Ints
@@ -101,13 +106,16 @@ def packed_row(
 ) -> PackedRow | None:  # fmt: skip
     """Pack a bin ``[B, L]`` into one row, in the ``form`` that the model's attention reads; None if nothing is scored.
 
-    Arguments are as for ``completion_log_probs``. ``prompts`` long ``[B]`` are the lengths of the prompts; ``device``
-    is where the row is to be, if not where the bin is. It is laid out on the host: from a bin that is there nothing
-    waits for the device. For FlexAttention it is padded with copies of the bin's first token, which nobody sees.
+    The row is laid out on the host, so nothing waits for a GPU if the bin is on the host. A row's completion ends with
+    its last label, since a causal model's scored tokens cannot see what comes after; it may begin with tokens without a
+    label (a tool's answer). Rows share a prompt if its tokens and its first position are equal. For FlexAttention the
+    packed row is padded with copies of the bin's first token, which nobody attends to.
 
-    A row's completion ends with its last label: a causal model's scored tokens cannot see what comes after. It may
-    begin with tokens without a label (a tool's answer). Rows share a prompt if its tokens and its first position are
-    equal.
+    Args:
+        input_ids, labels, position_ids: long ``[B, L]``, as for ``completion_log_probs``.
+        prompts: long ``[B]``, number of tokens of each row's prompt.
+        form: see ``form_of``.
+        device: where the packed row's tensors are to be; None: where the bin is.
     """
     device = device or input_ids.device
     input_ids = input_ids.cpu()
@@ -158,6 +166,7 @@ def packed_row(
 
 
 def _read_by(form: Form, groups: list[PackedGroup], length: int, device: torch.device) -> Tiles | BlockMask | Varlen:
+    """Return which tokens attend to which in a packed row of ``length`` tokens, in the given form."""
     if form == "tiles":
         return _tiles(groups, length, device)
     spans = Spans.of(groups)
@@ -167,8 +176,8 @@ def _read_by(form: Form, groups: list[PackedGroup], length: int, device: torch.d
 
 
 def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tiles:
-    """Make the calls: prompts among themselves, then completions with their prompts, each cut into sequences of similar
-    length."""
+    """Make the calls of attention for a packed row of ``length`` tokens: first for prompts, then for completions with
+    their prompts, each call with sequences of similar length."""
     prompts = [_Sequence(group.prompt, group.prompt) for group in groups]
     # a completion sees its prompt and its own tokens, not the head, which stands in the prompt already
     completions = [
@@ -192,6 +201,7 @@ def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tile
 
 
 def _of_like_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
+    """Divide sequences into calls of similar length, by the least cost of padding and of calls (``CALL``)."""
     sequences = sorted(sequences, key=lambda one: -one.keys.size)
     lengths = np.asarray([one.keys.size for one in sequences])
     starts = cheapest_cuts(lengths, int(lengths.sum()) * int(lengths[0]), CALL).tolist()
@@ -199,8 +209,9 @@ def _of_like_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
 
 
 def _seen(held: list[_Sequence], queries: int, keys: int, device: torch.device) -> Tensor:
-    """Make the mask, bool ``[m or 1, 1, q, k]``: query i of a completion sees the P tokens of its prompt and i of its
-    own. It is made on the device, so only a number per completion is sent."""
+    """Make the mask of a call, bool ``[m or 1, 1, q, k]``: query number i (from 0) of a completion sees all tokens of
+    its prompt and i of its own. If all prompts have the same length, one mask serves all m completions. It is made on
+    the device, so only one number per completion is sent."""
     before = np.asarray([one.keys.size - one.queries.size + 1 for one in held])
     if (before == before[0]).all():
         before = before[:1]
@@ -209,6 +220,7 @@ def _seen(held: list[_Sequence], queries: int, keys: int, device: torch.device) 
 
 
 def _rectangle(rows: list[Ints]) -> Ints:
+    """Stack lists of places as rows of one array, padded on the right with 0."""
     found = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
     for row, places in enumerate(rows):
         found[row, : places.size] = places
@@ -219,10 +231,10 @@ def shared_log_probs(
     accelerator: Any, model: nn.Module, packed: PackedRow, shape: torch.Size
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs and entropies ``[B, L - 1]`` of a bin from its packed row, as ``completion_log_probs`` does
-    from the bin itself: 0 where nothing is scored, no entropies where the head makes none.
+    from the bin itself: 0 where nothing is scored, and no entropies if the head makes none.
 
-    ``shape`` is that of the bin, ``[B, L]``. The row must be packed in the form that the model's attention reads
-    (``form_of``, ``served_as``). Only scored positions go on from the backbone to the LM head, on every device.
+    ``shape`` is the bin's, ``(B, L)``. The row must be packed in the form that the model's attention reads
+    (``form_of``, ``served_as``). Only scored positions go from the backbone to the LM head, on every device.
     """
     inputs = {
         "input_ids": packed.input_ids, "position_ids": packed.position_ids, "shared_prompts": packed.seen,
@@ -242,12 +254,12 @@ def shared_prompt_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, shared_prompts: Tiles | BlockMask | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute attention over a packed row: ``[1, heads, S, d]`` → ``[1, S, heads, d]``. Without ``shared_prompts``
+    """Compute attention over a packed row, ``[1, heads, S, d]`` → ``[1, S, heads, d]``. Without ``shared_prompts``
     (generation, ordinary bins) it is transformers' ``sdpa``.
 
-    Who sees whom is an argument of the model's forward, and the attention's name stays set between forwards. The
-    reason: gradient checkpointing computes a layer again in backward, with the arguments of its forward and the name of
-    *that* moment.
+    Which tokens attend to which is passed as an argument of the model's forward (``shared_prompts``), and the
+    attention's name stays set between forwards. The reason is gradient checkpointing: it computes a layer again in the
+    backward, with the arguments of the layer's forward but with the attention's name at the time of the backward.
     """
     if shared_prompts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -270,7 +282,7 @@ def shared_prompt_attention(
 
 
 def form_of(attention: str | None) -> Form:
-    """Return the form of packed rows that an attention of this name (transformers') reads."""
+    """Return the form of packed rows that an attention reads; ``attention`` is transformers' name of it."""
     if is_flash(attention):
         return "varlen"
     if attention in (FLEX, SHARED_FLEX):
@@ -279,8 +291,8 @@ def form_of(attention: str | None) -> Form:
 
 
 def served_as(attention: str | None) -> str:
-    """Return the name that a model's attention must have to read packed rows; a flash kernel keeps its own, and is
-    wrapped."""
+    """Return the name to which a model's attention must be changed to read packed rows. A flash kernel keeps its name,
+    and its function is wrapped here."""
     form = form_of(attention)
     if form == "varlen":
         assert attention is not None

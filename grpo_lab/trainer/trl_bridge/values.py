@@ -1,5 +1,5 @@
 """A critic inside the policy's module: the policy's forward returns values beside log-probs, and code that handles the
-policy does not see it.
+policy does not see the critic.
 
 DDP, FSDP2 and DeepSpeed wrap one module and hook its forward. So the critic is a sub-module of the policy model and is
 called inside its forward, on the hidden states of that very forward (``head``). TRL's ``is_peft_model(self.model)`` and
@@ -23,7 +23,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 #: Name of the sub-module in the names of parameters and states.
 CRITIC = "grpo_lab_critic"
-#: Arguments of the forward that the trunk does not take.
+#: Arguments of the forward that are for the LM head; the layers below it, and the critic, do not take them.
 _OF_THE_HEAD = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch", "output_router_logits")
 
 
@@ -48,19 +48,23 @@ def inside(model: Any) -> Any:
 
 
 def policy_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """``model.parameters()`` without the critic's."""
+    """Yield the model's parameters without the critic's."""
     return (parameter for name, parameter in model.named_parameters() if not is_critics(name))
 
 
 def without_critic(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Return parameters or states by name, without the critic's. All are read, since sharded ones are gathered on the
-    way."""
+    """Yield named parameters or states without the critic's. The critic's are read from ``named``, too: reading may
+    gather a sharded tensor, which all ranks must do together."""
     return ((name, value) for name, value in named if not is_critics(name))
 
 
 def give_critic(model: Any, critic: nn.Module) -> None:
-    """Put a critic into a policy model, inside PEFT's wrapper and before any other. ``critic`` maps hidden states
-    ``[B, L, H]`` and the trunk's inputs to ``[B, L - 1]``. The model must have TRL's fused head already."""
+    """Put a critic into a policy model, inside PEFT's wrapper and before the model is wrapped by DDP or the like.
+
+    Afterwards ``model(…, state_values="attached")`` returns a `ValuedOutput`; with ``"detached"`` no gradient flows
+    from the critic into the policy's hidden states. ``critic`` maps hidden states ``[B, L, H]`` and the forward's other
+    inputs to values ``[B, L - 1]``. The model must have TRL's fused head already.
+    """
     policy = inside(model)
     policy.add_module(CRITIC, critic)
     fused = policy.forward
@@ -97,15 +101,19 @@ def _policy_alone(module: nn.Module, keys: Any) -> None:
 
 
 def _save_policy(self: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+    """``save_pretrained`` of a policy model that leaves out the critic."""
     state = dict(without_critic((self.state_dict() if state_dict is None else state_dict).items()))
     return type(self).save_pretrained(self, save_directory, *args, state_dict=state, **kwargs)
 
 
 @contextlib.contextmanager
 def values_heard(accelerator: Any, model: nn.Module, trunk_learns: bool = True) -> Iterator[list[Tensor]]:
-    """Make every fused forward of ``model`` inside the block compute values, too; the list that is yielded gets
-    ``[B, L - 1]`` of each. They are read from the outermost wrapper's output, so that its hooks for the backward see
-    them. Unless ``trunk_learns`` the policy's hidden states are detached first."""
+    """Make every fused forward of ``model`` inside the block compute values, too, and append them, ``[B, L - 1]`` of
+    each forward, to the list that is yielded.
+
+    Values are read from the output of the outermost wrapper, whose hooks for the backward (FSDP2's) must have seen
+    them. Unless ``trunk_learns``, no gradient flows from the values into the policy's hidden states.
+    """
     heard: list[Tensor] = []
     how = "attached" if trunk_learns else "detached"
 

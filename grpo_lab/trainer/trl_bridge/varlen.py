@@ -1,9 +1,9 @@
 """Flash attention on packed rows: one call for sequences of any lengths, by transformers' own function.
 
 The sequences of a packed row are one after another, so queries and outputs stay where they are. Only keys and values
-are gathered: for each completion its prompt's, and its own behind the head. A flash kernel aligns a causal mask at the
-end of both. So a head, the first query, sees the whole prompt, and query i of a completion sees i tokens of its own
-more.
+are gathered: for each completion its prompt's, and its own without the head's. If there are more keys than queries, a
+flash kernel aligns its causal mask so that the last query sees all keys. So the head, a completion's first query, sees
+the whole prompt, and its query number i (from 0) sees the prompt and i tokens of the completion.
 
 The model keeps its attention's name, which transformers asks for in many places. The function that is registered under
 that name is wrapped once; without a packed row it does what it did before.
@@ -30,12 +30,13 @@ _WRAPPED = "_reads_packed_rows"
 
 @dataclass(frozen=True)
 class Varlen:
-    """A packed row for a flash kernel.
+    """What a flash kernel has to know of a packed row with n sequences.
 
     Attributes:
-        keys: long ``[K]``, places of each sequence's keys, one sequence after another.
-        ends_of_queries, ends_of_keys: int ``[n + 1]``, 0 and the place where each sequence ends.
-        most_queries, most_keys: the longest sequence of each.
+        keys: long ``[K]``, places in the row of each sequence's keys, one sequence after another.
+        ends_of_queries, ends_of_keys: int ``[n + 1]``, 0 and then the place where each sequence ends, among the row's
+            tokens and among ``keys``.
+        most_queries, most_keys: number of queries and of keys in the longest sequence.
     """
 
     keys: Tensor
@@ -46,6 +47,7 @@ class Varlen:
 
     @staticmethod
     def of(spans: Spans, device: torch.device) -> Varlen:
+        """Make it from the sequences of a row, with tensors on ``device``."""
         parts = []
         for start, size, prompt, prompt_size, head in zip(
             spans.start, spans.size, spans.prompt, spans.prompt_size, spans.head, strict=True
@@ -77,20 +79,22 @@ def is_flash(attention: str | None) -> bool:
 
 
 def has_varlen(attention: str) -> bool:
-    """Return whether the flash kernel of this name has a call for sequences of any lengths."""
+    """Return whether the flash kernel of this name has a call for sequences of different lengths."""
     functions, _ = lazy_import_flash_attention(attention)
     return functions[1] is not None
 
 
 def reads_packed_rows(attention: str) -> None:
-    """Make an attention read packed rows: wrap the function that transformers has under this name, unless that was
-    done."""
+    """Make an attention read packed rows: wrap the function that transformers has under this name, unless it is wrapped
+    already."""
     served = ALL_ATTENTION_FUNCTIONS[attention]
     if not hasattr(served, _WRAPPED):
         AttentionInterface.register(attention, _wrapped(served))
 
 
 def _wrapped(served: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """Return an attention function that reads packed rows by ``served``, and is ``served`` for any other row."""
+
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         shared_prompts: Varlen | None = None, **options: Any,
