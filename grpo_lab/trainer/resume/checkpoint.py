@@ -1,16 +1,17 @@
 """Write checkpoints atomically: under its name a checkpoint is complete, or it is not there at all.
 
-transformers and TRL write file by file into ``checkpoint-N``. Here everything (theirs, ours, a critic, every rank's
-shards) goes into ``_saving/checkpoint-N``. When all ranks are done, the list of files is written and all is flushed to
-the disk. One rename gives the folder its name. Then come the push to the hub and the pruning of old checkpoints. On
-nodes without a common file system, each node's first process moves what is on its own disk.
+transformers and TRL write file by file into ``checkpoint-N``. Here all files (theirs, ours, a critic's, every rank's
+shards) go into ``_saving/checkpoint-N``. When all ranks are done, the list of files is written, everything is flushed
+to the disk, and one rename gives the folder its name. Then come the push to the hub and the pruning of old checkpoints.
+On nodes without a common file system, each node's first process moves what is on its own disk.
 
-If a rank cannot write, all of them raise ``CheckpointNotWritten``; the partial checkpoint is removed, and earlier ones
-stay. With FSDP or DeepSpeed, and if a best checkpoint is kept (``metric_for_best_model``), the others may be inside a
-collective of the saving itself. There the rank's error ends its process, and the launcher ends the rest.
+If a rank cannot write, all ranks raise ``CheckpointNotWritten``; the partial checkpoint is removed, and earlier ones
+stay. With FSDP or DeepSpeed, and if a best checkpoint is kept (``metric_for_best_model``), the other ranks may be
+inside a collective of the saving itself and cannot be told. There the rank's error ends its process, and the launcher
+ends the rest.
 
-HF pickles ``args`` with every save. A part given as an object that cannot be pickled (a lambda, a closure) is replaced
-by its name in the file (``picklable``); the script that resumes provides the part.
+HF pickles ``args`` with every save. A setting of ours that holds an object that cannot be pickled (a lambda, a closure)
+is replaced by the object's name in the file (``picklable``); the script that resumes provides the object again.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from grpo_lab.trainer.resume.whole import SAVING, all_in, keep, newest_whole, st
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
 from grpo_lab.trainer.trl_bridge.names import replaced
 
-#: Function that runs a function on every rank and raises an error of one rank on all.
+#: Runs the function that it gets on every rank, and raises an error of one rank on all.
 Together = Callable[[Callable[[], None]], None]
 
 
 def picklable(args: Any) -> Any:
-    """Return ``args``, or a copy in which our parts that cannot be pickled are replaced by their names."""
+    """Return ``args`` if all values of our settings can be pickled; else a copy in which those that cannot are replaced
+    by their names."""
     ours = {name: value for name in OUR_FIELDS if (value := getattr(args, name, None)) is not None}
     changed = {name: new for name, value in ours.items() if (new := _picklable(value)) is not value}
     if changed:
@@ -53,6 +55,7 @@ def picklable(args: Any) -> Any:
 
 
 def _picklable(value: Any) -> Any:
+    """Return ``value``, with what cannot be pickled in it replaced by its name; the same object if nothing was."""
     if isinstance(value, dict):
         items = {key: _picklable(item) for key, item in value.items()}
         if all(items[key] is value[key] for key in value):
@@ -66,15 +69,16 @@ def _picklable(value: Any) -> Any:
 
 
 class CheckpointNotWritten(RuntimeError):
-    """Raised if a checkpoint could not be saved; says where, why, and which is the newest to resume from."""
+    """Raised if a checkpoint could not be saved. The message says where, why, and which checkpoint is the newest."""
 
 
 def save_final(trainer: GRPOTrainer, folder: Path, beside: Callable[[Path], Any]) -> None:
-    """Save the trained model to ``folder``, file by file as transformers does; then call ``beside``, which writes more.
+    """Save the trained model to ``folder``, file by file as transformers does, and then call ``beside(folder)``, which
+    writes further files.
 
     Raises:
-        CheckpointNotWritten: if the writing rank cannot write; the checkpoints stay as they were.
-        NumbersError: if the model is not finite.
+        CheckpointNotWritten: the writing rank cannot write; the checkpoints stay as they were.
+        NumbersError: the model has NaN or infinities.
     """
     if not trainer.lab_settings.keeps_nan:
         refuse_bad_weights(trainer, TRAINED)
@@ -101,9 +105,18 @@ def save_whole(
     stock: Callable[[Any, Any], None],
     ours: Callable[[Path, Together], None],
 ) -> None:
-    """Write a checkpoint, our files (``ours``) and TRL's (``stock(model, trial)``), completely or not at all. Called on
-    every rank. Raise CheckpointNotWritten on every rank if one could not write, and NumbersError if NaN or infinities
-    would be saved."""
+    """Write the checkpoint of the current step completely, or not at all. Called on every rank.
+
+    Args:
+        trainer: whose run it is.
+        model, trial: what transformers passes to ``_save_checkpoint``.
+        stock: TRL's own ``_save_checkpoint``, called as ``stock(model, trial)``.
+        ours: writes our files: ``ours(folder, together)``, where ``together`` runs a function on every rank.
+
+    Raises:
+        CheckpointNotWritten: on every rank if one could not write.
+        NumbersError: on every rank if the checkpoint has NaN or infinities.
+    """
     state = trainer.state
     run = Path(trainer._get_output_dir(trial=trial))
     name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -141,8 +154,9 @@ def save_whole(
 
 
 def _refuse_not_finite(trainer: UpdatePort, partial: Path, place: Path, together: Callable[..., None]) -> None:
-    """Raise NumbersError if a checkpoint is not finite, before it gets its name and an earlier one is removed. One
-    process of each node reads it back."""
+    """Raise NumbersError on every rank if the files in ``partial`` hold NaN or infinities. It is called before the
+    checkpoint gets its name, ``place``, and before earlier ones are pruned. One process of each node reads the
+    files."""
     first = trainer.args.local_process_index == 0
     bad: list[str | None] = []
     together(lambda: bad.append(not_finite(partial) if first and not trainer.lab_settings.keeps_nan else None))
@@ -158,7 +172,8 @@ def _refuse_not_finite(trainer: UpdatePort, partial: Path, place: Path, together
 
 
 def _prune(trainer: UpdatePort, run: Path) -> None:
-    """Remove old checkpoints once the new one is whole. Each is renamed first, since half of one could look whole."""
+    """Remove the checkpoints that are too many (``surplus``). Each is moved into ``_saving`` first: if the removal is
+    interrupted, no half of a checkpoint stands under a checkpoint's name."""
     best = trainer.state.best_model_checkpoint
     step = trainer.state.global_step
     for going in surplus(run, trainer.args.save_total_limit, best, step):
@@ -169,11 +184,12 @@ def _prune(trainer: UpdatePort, run: Path) -> None:
 
 
 def surplus(run: Path, limit: int | None, best: str | None, step: int) -> list[Path]:
-    """Return the checkpoints that transformers' ``rotate_checkpoints`` would remove: the oldest beyond ``limit``, never
-    the newest or the best.
+    """Return the checkpoints in ``run`` to remove, so that at most ``limit`` stay: the oldest ones, never the newest or
+    ``best``. None, 0 or a negative ``limit`` removes none.
 
-    It orders them by the clock, which may have been set back meanwhile. Here those beyond ``step``, the newest one's,
-    are of an earlier training and count as the oldest; the others are ordered by their steps.
+    transformers' ``rotate_checkpoints`` orders them by the clock, which may have been set back meanwhile. Here they are
+    ordered by their steps. Those of a later step than ``step``, at which the run is now, are left from an earlier
+    training, and count as the oldest.
     """
     if not limit or limit < 0:
         return []
@@ -184,7 +200,8 @@ def surplus(run: Path, limit: int | None, best: str | None, step: int) -> list[P
 
 
 def _together(trainer: UpdatePort, place: Path, act: Callable[[], None], alone: bool = False) -> None:
-    """Run ``act`` on every rank; an error on one is raised on all. ``alone``: a rank raises its own error at once."""
+    """Run ``act`` on every rank, and raise CheckpointNotWritten on all if it fails on one. ``alone``: each rank raises
+    its own error at once, without asking the others. ``place`` is the checkpoint that is being written."""
     fault: Exception | None = None
     try:
         act()
@@ -213,6 +230,7 @@ def _together(trainer: UpdatePort, place: Path, act: Callable[[], None], alone: 
 
 
 def _newest(run: Path) -> str:
+    """Say which whole checkpoint of the run is the newest, for error messages."""
     newest = newest_whole(run)[0]
     if newest is None:
         return "there is no earlier one"
@@ -220,6 +238,7 @@ def _newest(run: Path) -> str:
 
 
 def _room(folder: Path) -> str:
+    """Say how much space is free on the folder's disk, for error messages; "" if that is unknown."""
     try:
         return f" ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there)"
     except OSError:
@@ -227,12 +246,13 @@ def _room(folder: Path) -> str:
 
 
 def _writes(trainer: UpdatePort, main: bool) -> bool:
-    """Return whether this is the main process (``main``), or else the first one of another node, which may have its own
-    disk."""
+    """Return whether this process acts in one of two turns: in the first (``main``) the main process does, in the
+    second the first process of each other node, which may have a disk of its own."""
     return trainer.args.local_process_index == 0 and bool(trainer.accelerator.is_main_process) is main
 
 
 def _empty(trainer: UpdatePort, partial: Path, main: bool) -> None:
+    """Make the folder ``partial``, empty, in this process's turn (``_writes``)."""
     if _writes(trainer, main):
         if main:
             _must_be_there(Path(trainer.args.output_dir))
@@ -242,20 +262,22 @@ def _empty(trainer: UpdatePort, partial: Path, main: bool) -> None:
 
 
 def _must_be_there(folder: Path) -> None:
-    """Raise FileNotFoundError if ``folder`` is gone: a new one would hold only the end of a run."""
+    """Raise FileNotFoundError if ``folder`` is gone. It is not made anew, since it would hold only the end of a run."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is gone: it was removed while the run wrote into it")
 
 
 def _best_of_before(state: Any, run: Path) -> None:
-    """Name an earlier checkpoint the best, as transformers does: an evaluation after it may have found it so."""
+    """Set ``state.best_model_checkpoint`` to an earlier checkpoint of ``run`` if its step is the best one, as
+    transformers does when it saves: the evaluation of that step may have come after its checkpoint."""
     place = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     if state.best_global_step and state.best_global_step != state.global_step and place.exists():
         state.best_model_checkpoint = str(place)
 
 
 def _settle(trainer: UpdatePort, partial: Path, place: Path, main: bool) -> None:
-    """Give the folder its name (``main``), or move the files that another node wrote to its own disk."""
+    """Move the finished checkpoint from ``partial`` to its name, ``place``, in this process's turn (``_writes``): the
+    main process's, and then the files that another node wrote to its own disk."""
     if _writes(trainer, main):
         if main and trainer.state.best_global_step == trainer.state.global_step:  # it names the old folder
             trainer.state.save_to_json(str(partial / "trainer_state.json"))

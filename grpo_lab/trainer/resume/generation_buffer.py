@@ -1,19 +1,21 @@
 """Resume in the middle of a generation batch, bit for bit: a checkpoint holds what TRL keeps only in memory between
 optimizer steps.
 
-A generation batch serves ``steps_per_generation · num_iterations`` micro-batches, and a step takes
+A generation batch serves ``steps_per_generation · num_iterations`` micro-batches, and an optimizer step takes
 ``gradient_accumulation_steps`` of them, so a checkpoint can fall inside a batch. TRL 1.16 saves neither the completions
-that are still to be trained on (``_buffered_inputs``) nor how many micro-batches were (``_step``). A resumed run then
-generates the prompts again with a newer policy and trains on all of them, and every later generation is shifted.
+that are still to be trained on (``_buffered_inputs``) nor the number of micro-batches so far (``_step``). So a resumed
+run generates the prompts again with a newer policy and trains on all of them, and every later generation is shifted.
 
-Here a checkpoint's record (``state.py``) gets an entry: ``_step``, the settings that fix the phase, and metrics and
-loss since the last log. Inside a batch each rank also writes its micro-batches to
-``grpo_lab_generation_<rank>.safetensors``: one flat table of tensors and a description in JSON (``flattened``).
+Here a checkpoint's record (``state.py``) gets the entry ``generation``: ``_step``, the settings on which the place
+inside a batch depends, and metrics and loss since the last log. Inside a batch each rank also writes its micro-batches
+to ``grpo_lab_generation_<rank>.safetensors``: a flat table of tensors, and a description in JSON (``flattened``).
 
-    the entry fits the run       goes on where the checkpoint was written: same weights, losses and metrics
+What a resume finds, and what it does:
+
+    the entry fits the run       it goes on where the checkpoint was written: same weights, losses and metrics
     no entry                     (stock TRL, an early version) one warning if it is inside a batch; then as TRL does
     the batch's shape changed    (world size, batch sizes, …) likewise: Trainer warns of changed arguments, and goes on
-    damaged or missing           ``ValueError`` on every rank: nothing else is left of that batch
+    a damaged or missing file    ``ValueError`` on every rank: nothing else is left of that batch
 """
 
 from __future__ import annotations
@@ -45,10 +47,18 @@ VERDICTS = ("fits", "absent", "changed", "broken")
 
 
 def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Return (description for ``json.dumps``, tensors on the CPU by key) of ``value``. A tensor that occurs several
-    times (``num_items_in_batch``) is stored once and is one object again after ``rebuilt``. The exact update asks by
-    ``is`` whether micro-batches come from one generation batch. Raise ValueError if something in it is neither a plain
-    tensor, None, bool, number, string, list, tuple nor a dict with string keys; the message says what and where."""
+    """Take nested ``value`` apart into a description for ``json.dumps`` and its tensors, on the CPU, by key.
+
+    A tensor that occurs several times (``num_items_in_batch``) is stored once, and is one object again after
+    ``rebuilt``: the exact update asks by ``is`` whether micro-batches come from the same generation batch.
+
+    Args:
+        value: made of lists, tuples, dicts with string keys, numbers, bools, strings, None and plain tensors.
+        path: name of ``value`` in error messages.
+
+    Raises:
+        ValueError: there is something else in it; the message says what and where.
+    """
     tensors: dict[str, Tensor] = {}
     keys: dict[int, str] = {}
 
@@ -70,8 +80,8 @@ def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def rebuilt(description: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """Invert ``flattened``; tensors that were not on the CPU are moved to ``device``. Raise ValueError if the
-    description is not one of ours, and KeyError if a tensor that it names is missing."""
+    """Put together what ``flattened`` took apart. Tensors that were not on the CPU are moved to ``device``. Raises
+    ValueError if the description is not one of ours, and KeyError if a tensor that it names is missing."""
 
     @functools.cache
     def tensor(key: str, on: str) -> Tensor:
@@ -97,11 +107,13 @@ def rebuilt(description: Any, tensors: Mapping[str, Tensor], device: torch.devic
 
 
 def rows_file(rank: int) -> str:
+    """Return the name of the file in a checkpoint with the micro-batches of a rank."""
     return f"grpo_lab_generation_{rank}.safetensors"
 
 
 class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
-    """Saves and restores the open generation batch; a callback, since HF clears its loss when training begins."""
+    """Saves and restores the open generation batch. It is a callback, since the loss since the last log can be restored
+    only when training begins: HF clears it just before."""
 
     holds = (
         "how far the generation batch is, metrics and loss since the last log; inside a batch the micro-batches of "
@@ -133,8 +145,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         self._ended = True
 
     def _begin(self, resumed: bool) -> None:
-        """Clear what an earlier training of this trainer left in memory. One exception is TRL's: with ``objective``
-        unset, a training that follows a finished one continues the generation batch that was open."""
+        """Clear what an earlier training of this trainer left in memory. With ``objective`` unset one thing is done as
+        TRL does: a training that follows a finished one continues the generation batch that was open."""
         trainer = self.trainer
         self._begun = trainer.state
         self._loss = None
@@ -150,8 +162,9 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             send_weights_again(trainer)  # the engine may hold weights of another step of that number
 
     def save(self, folder: Path) -> dict[str, Any] | None:
-        """Write this rank's rows into a checkpoint, and return the record's entry. Every rank calls this. A failure to
-        write is only reported."""
+        """Write this rank's micro-batches into a checkpoint, and return the entry for the record; None if the
+        checkpoint holds the model only. Every rank calls this. If the micro-batches cannot be written, a warning says
+        so, and the checkpoint goes without them."""
         trainer = self.trainer
         if trainer.args.save_only_model or not trainer.is_in_train:
             return None
@@ -181,7 +194,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         }
 
     def _save_rows(self, place: Path) -> str | None:
-        """Write this rank's micro-batches if the checkpoint is inside a generation batch; return why that failed."""
+        """Write this rank's micro-batches if the checkpoint is inside a generation batch. Returns why that failed, or
+        None."""
         trainer = self.trainer
         every = self.trainer.phase.every
         file = place / rows_file(trainer.accelerator.process_index)
@@ -199,7 +213,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         return None
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings that fix which rows and which tensors a micro-batch holds."""
+        """Return the settings on which it depends which rows and which tensors a micro-batch holds."""
         trainer = self.trainer
         args = self.trainer.args
         of_args = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
@@ -215,7 +229,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         }
 
     def _completions(self) -> dict[str, Any] | None:
-        """Return the rows for the next table of ``log_completions``; None without it, or if they are more than text."""
+        """Return the rows collected for the next table of ``log_completions``; None without such tables, or if a row
+        holds something that JSON cannot."""
         logs = self.trainer._logs
         if not self.trainer.log_completions:
             return None
@@ -227,8 +242,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             return None
 
     def load(self, saved: SavedState | None) -> None:
-        """Restore the state of the checkpoint, or say why not. Every rank calls this, and all do the same. Raise
-        ValueError if the entry is damaged, or the rows of a rank are damaged or missing."""
+        """Restore the state of the checkpoint, or warn why it cannot be. Every rank calls this, and all do the same.
+        Raises ValueError if the entry is damaged, or if the micro-batches of a rank are damaged or missing."""
         if saved is None:
             return
         self._begin(resumed=True)
@@ -249,7 +264,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             self.trainer.recorder.say(f"`resume_from_checkpoint`: {why}", level=logging.WARNING)
 
     def _found(self, saved: SavedState) -> tuple[str, str, list[dict[str, Any]] | None]:
-        """Return a verdict (``VERDICTS``), its reason, and this rank's micro-batches, if any are left to train on."""
+        """Return what this rank finds in the checkpoint: a verdict (``VERDICTS``), the reason in words, and this rank's
+        micro-batches, or None if none are left to train on or they cannot be used."""
         entry = saved.entries.get("generation")
         if entry is None:
             missing = f"does not hold it (no {STATE}: stock TRL, or an early version)"
@@ -266,6 +282,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         return "fits", "", self._load_rows(saved.checkpoint)
 
     def _load_rows(self, checkpoint: Path) -> list[dict[str, Any]]:
+        """Read this rank's micro-batches. Raises ValueError if the file does not hold as many as a batch has."""
         accelerator = self.trainer.accelerator
         file = checkpoint / rows_file(accelerator.process_index)
         with safe_open(file, framework="pt") as stored:
@@ -277,7 +294,14 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         return rows
 
     def _shift(self, checkpoint: Path, why: str, inside: bool = False) -> str:
-        """Return what follows if nothing can be loaded; "" at the end of a batch, where nothing is lost."""
+        """Return a sentence about what a resume without the open batch means: from where on the run differs. It is ""
+        if the checkpoint was written at the end of a batch, where nothing is lost.
+
+        Args:
+            checkpoint: which one.
+            why: why the batch cannot be used, in words.
+            inside: whether the checkpoint's own settings say that it was written inside a batch.
+        """
         of_step = self.trainer.args.gradient_accumulation_steps
         every = self.trainer.phase.every
         past = self.trainer.state.global_step * of_step % every
@@ -291,6 +315,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         )
 
     def _take(self, entry: dict[str, Any], rows: list[dict[str, Any]] | None, checkpoint: Path) -> None:
+        """Restore the trainer's state from an ``entry`` that fits, and this rank's micro-batches ``rows``, if any."""
         trainer = self.trainer
         window = entry["window"]
         trainer._step = entry["step"]

@@ -1,16 +1,17 @@
 """Resume a training from the newest checkpoint that is whole and finite on every node, or from a given one. It goes on
 in the order of its epoch, with the checkpoint's random numbers, and not beyond its last step.
 
-TRL 1.16 shuffles by a generator of the sampler's own, one permutation per epoch. A resumed run begins with the first
-permutation. So from the second epoch on it repeats rows of this epoch and never sees others. Here as many permutations
-are drawn as epochs are over.
+TRL 1.16 shuffles by the sampler's own random generator, one permutation for each epoch. A resumed run of TRL's begins
+with the first permutation again. So if it resumes in a later epoch, it repeats some rows of this epoch and never sees
+others. Here a permutation is drawn and dropped for each epoch that is over (``EpochOrderMixin``).
 
 transformers 5.17 makes one step more if a checkpoint already has all steps (its data loader begins before it counts).
-Here nothing is trained then: a finished run that is resumed stays the same, to the bit. Callbacks get a beginning and
-an end, and ``train_loss`` is that of the log.
+Here nothing is trained then: a finished run that is resumed stays the same, to the bit. Callbacks still get a beginning
+and an end, and the ``train_loss`` that is returned is computed from the log.
 
-transformers saves some models (LLaVA and other vision models) under the names of their first release. ``Trainer`` reads
-by the model's own names, finds none, warns, and would go on from the run's start weights (``load_other_names``).
+transformers saves some models (LLaVA and other vision models) under the tensor names of their first release.
+``Trainer`` looks for the model's present names, finds none, warns, and would go on from the run's start weights. Here
+the tensors are loaded under the other names (``load_other_names``).
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from grpo_lab.trainer.trl_bridge import is_critics
 
 
 class VerifiedCheckpoint(str):
-    """The path of a checkpoint that was just verified by its checksums, and need not be again."""
+    """The path of a checkpoint that was verified by its checksums just now, and is not verified a second time."""
 
 
 def chosen(trainer: UpdatePort, given: Any) -> Any:
-    """Return the checkpoint that ``resume_from_checkpoint`` means; ``True`` is the newest *whole* one. Raise ValueError
-    if there are checkpoints but none is whole, or if the given one is damaged."""
+    """Return the checkpoint that the argument ``given`` of ``resume_from_checkpoint`` means. ``True`` is the newest
+    *whole* one in the output folder, or stays ``True`` if the folder has no checkpoint. Raises ValueError if there are
+    checkpoints but none is whole, or if the given one is damaged. Every rank calls this."""
     reads = trainer.args.local_process_index == 0
     if given is True:
         newest, passed = newest_read(Path(trainer.args.output_dir), reads)
@@ -76,8 +78,9 @@ def _say_what_starts_anew(trainer: UpdatePort, checkpoint: Path) -> None:
 
 
 def newest_read(folder: Path, reads: bool, content: bool = True) -> tuple[Path | None, list[str]]:
-    """Return ``newest_whole``, read by its ``content``, too, the same on every rank. One process of each node
-    ``reads``; the oldest answer counts."""
+    """Return the newest checkpoint in ``folder`` that is whole on every node, or None, and why newer ones were passed
+    over. Every rank calls this and gets the same answer; one process of each node reads the files (``reads``). With
+    ``content`` the content of the files is verified, too."""
     own = None
     if reads:
         own = newest_whole(folder, read=content)
@@ -88,6 +91,7 @@ def newest_read(folder: Path, reads: bool, content: bool = True) -> tuple[Path |
 
 
 def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
+    """Raise ValueError on every rank if a process that ``reads`` finds the checkpoint damaged."""
     own = None
     if reads:
         own = broken_pickles(checkpoint) or damaged(checkpoint)
@@ -99,7 +103,7 @@ def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
 
 
 class EpochOrderMixin:
-    """Restores the order of the epoch in a resumed training. For a trainer of TRL's with a `RepeatSampler`."""
+    """Mixin for TRL's trainers that use a `RepeatSampler`: a resumed training continues in its epoch's order."""
 
     _order: Any = None
 
@@ -117,7 +121,8 @@ class EpochOrderMixin:
 
 
 class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
-    """A ``GRPOTrainer`` that on a resume loads all tensors of the checkpoint, and stops where the run had ended."""
+    """A ``GRPOTrainer`` that resumes as this module's docstring says: from a whole checkpoint, with all of its tensors,
+    in its epoch's order, and without a further step if the run had ended."""
 
     _at_its_end: str | None = None
 
@@ -169,8 +174,9 @@ class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
 
 
 def load_other_names(trainer: UpdatePort, checkpoint: str) -> None:
-    """Load a model's own tensors by ``from_pretrained`` if ``Trainer`` has skipped any; else do nothing. Raise
-    ValueError if the checkpoint lacks some of them under any name."""
+    """Load the tensors of a checkpoint by ``from_pretrained``, which knows their earlier names, if ``Trainer`` did not
+    find some of them; else do nothing. Adapters, FSDP and DeepSpeed are left to transformers. Raises ValueError if the
+    checkpoint lacks a tensor of the model under any name."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return  # adapters; formats of their own
@@ -192,7 +198,8 @@ def load_other_names(trainer: UpdatePort, checkpoint: str) -> None:
 
 
 def refuse_lacking(missing: Collection[str], unexpected: Collection[str], of: int) -> None:
-    """Raise ValueError if a checkpoint lacks tensors under any name: they would stay as in the start model."""
+    """Raise ValueError if more tensors of the model are ``missing`` in a checkpoint than there are ``unexpected`` ones,
+    so that not all can be the same tensors under other names. ``of``: number of the model's tensors."""
     if len(missing) > len(unexpected):
         raise ValueError(
             f"`resume_from_checkpoint`: the checkpoint lacks {len(missing)} of {of} tensors of the model "
@@ -202,12 +209,14 @@ def refuse_lacking(missing: Collection[str], unexpected: Collection[str], of: in
 
 
 def _names_in(file: Path) -> set[str]:
+    """Return the names of the tensors in a safetensors file."""
     with safe_open(file, framework="pt") as stored:
         return set(stored.keys())
 
 
 def mismatch(error: RuntimeError) -> str:
-    """Return torch's list of tensors that do not fit, in one line."""
+    """Return one line of torch's error about tensors of another shape: the first tensor, and how many more there
+    are."""
     lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
     if lines:
         return f"{lines[0]}{f' And {len(lines) - 1} more' if lines[1:] else ''}"

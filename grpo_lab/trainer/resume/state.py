@@ -1,8 +1,10 @@
 """The state of a training beside a checkpoint's weights: one record, ``grpo_lab_state.json``, with a version and an
 entry for each part that goes on after a resume (``Stateful``; docs/resume.md lists them all).
 
-The record is JSON, tensors are safetensors files beside it, and nothing is pickled. A supervised training has one
-entry, ``training``: its losses, metrics and tokens so far.
+The record is JSON, tensors are in safetensors files beside it, and nothing is pickled. ``write_state`` and
+``read_state`` are the file, ``SavedState`` is what a part reads its entry from. The reference model is one such part,
+with files of its own (``save_reference``, ``load_reference``). The record of a supervised training has one entry,
+``training``: its losses, metrics and tokens so far.
 """
 
 from __future__ import annotations
@@ -27,8 +29,7 @@ from grpo_lab.reading import read_record
 STATE = "grpo_lab_state.json"
 VERSION = 1
 REFERENCE = "grpo_lab_reference"
-#: Bytes after which the reference is continued in a new file. The rank that writes needs this much memory beside the
-#: model.
+#: Bytes after which the reference model is continued in a new file. The rank that writes needs as much memory more.
 PIECE = 2 << 30
 
 T = TypeVar("T")
@@ -36,14 +37,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SavedState:
-    """The entries of our parts in a checkpoint."""
+    """The entries of our parts in a checkpoint: name of the entry → what the part's ``save`` returned."""
 
     checkpoint: Path
     entries: Mapping[str, Any]
 
     def entry(self, name: str, read: Callable[[Any], T], without: str) -> T | None:
-        """Return ``read`` of an entry, or None if there is none. ``without``, for the error: what follows if the entry
-        is removed. Raise ValueError if it is damaged or does not fit this run."""
+        """Return ``read(entry)`` for the entry ``name``, or None if the checkpoint has no such entry. Raises ValueError
+        if ``read`` does, or fails on a damaged entry; ``without`` says in the message what a resume without the entry
+        would mean."""
         if name not in self.entries:
             return None
         try:
@@ -66,10 +68,13 @@ class SavedState:
 
 
 class Stateful(Protocol):
-    """A part of a training whose state is saved and restored."""
+    """A part of a training whose state is saved in checkpoints and restored from them.
+
+    Attributes:
+        holds: what the part's entry holds, in words for docs/resume.md.
+    """
 
     holds: str
-    """What the part's entry holds, in words for docs/resume.md."""
 
     def save(self, folder: Path, /) -> Any | None:
         """Write files of its own into a checkpoint, and return the record's entry, or None if there is nothing to save.
@@ -80,7 +85,7 @@ class Stateful(Protocol):
 
 
 class GeneratedTokens:
-    """Counts the tokens that this training's policy has made, over all ranks and resumes."""
+    """Counts the tokens that this training's policy has generated, over all ranks and resumes."""
 
     holds = "how many tokens the policy has made"
 
@@ -97,14 +102,15 @@ class GeneratedTokens:
 
 
 def write_state(folder: str | os.PathLike[str], entries: Mapping[str, Any]) -> None:
-    """Write the record of a checkpoint; called where the checkpoint is written (``should_save``)."""
+    """Write the record of a checkpoint into ``folder``. Only the rank that writes files (``should_save``) calls
+    this."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_whole_text(Path(folder) / STATE, json.dumps({"version": VERSION, "entries": dict(entries)}))
 
 
 def read_state(checkpoint: str | os.PathLike[str]) -> SavedState:
-    """Return the entries of a checkpoint; stock TRL's has none. Raise ValueError if it is damaged or of another
-    version."""
+    """Return the entries of a checkpoint's record; none if it has no record, as stock TRL's. Raises ValueError if the
+    record is damaged or of another version."""
     place = Path(checkpoint)
     if not (place / STATE).is_file():
         return SavedState(place, {})
@@ -115,7 +121,7 @@ def read_state(checkpoint: str | os.PathLike[str]) -> SavedState:
 
 
 def load_state(checkpoint: str | os.PathLike[str]) -> SavedState:
-    """Return ``read_state`` for a resume. Called on every rank; an error on one is raised on all."""
+    """Return ``read_state`` for a resume. Called on every rank; an error on one is raised as ValueError on all."""
     problem: str | None = None
     try:
         found = read_state(checkpoint)
@@ -135,17 +141,19 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def plain_metrics(pending: Mapping[str, Iterable[Any]]) -> dict[str, list[float]]:
-    """Return the metrics since the last log as numbers that JSON can hold: int and float stay as they are, a scalar
-    tensor (which a team may log) becomes a float."""
+    """Return TRL's metrics since the last log as numbers that JSON can hold: int and float stay as they are, a scalar
+    tensor (which a user may log) becomes a float."""
     return {name: [one if type(one) in (int, float) else float(one) for one in seen] for name, seen in pending.items()}
 
 
 def save_reference(
     checkpoint: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None, writes: bool
 ) -> dict[str, Any]:
-    """Write the reference model into a checkpoint folder and return the record's entry. Called on every rank, since
-    gathering shards takes all of them; one ``writes``. ``tensors``: by name; ``None``: the reference has not moved,
-    which is recorded, too."""
+    """Write the reference model into a checkpoint folder, and return its entry for the record.
+
+    Every rank calls this, since gathering shards takes all of them; one ``writes``. ``tensors``: the reference's, by
+    name; None: it is still the start model. Then no file is written, and the entry says so.
+    """
     place = Path(checkpoint) / REFERENCE
     pieces = 0
     for piece in _pieces(tensors or {}, writes):
@@ -157,10 +165,20 @@ def save_reference(
 
 
 def load_reference(saved: SavedState, tensors: Callable[[], Mapping[str, Tensor] | None]) -> bool | None:
-    """Copy the saved weights into this run's reference, whole or sharded, to the bit. ``tensors`` returns its weights
-    by name, ``None`` if the run has no reference; it is called if there is something to load. Return whether the
-    reference had moved when it was saved (only then is it loaded); ``None``: the checkpoint does not say. Raise
-    ValueError if a file is damaged, missing or of another model."""
+    """Copy the reference model of a checkpoint into this run's reference, whole or sharded, to the bit.
+
+    Args:
+        saved: the checkpoint's entries.
+        tensors: returns this run's reference tensors by name, or None if the run has no reference. It is called only if
+            there is something to load.
+
+    Returns:
+        Whether the reference had been changed when it was saved; if it had not, nothing is loaded. None: the checkpoint
+        does not say.
+
+    Raises:
+        ValueError: a file is damaged, missing or of another model.
+    """
 
     def read(entry: Any) -> bool:
         place = saved.checkpoint / REFERENCE
@@ -180,6 +198,8 @@ def _file(piece: int) -> str:
 
 
 def _pieces(tensors: Mapping[str, Tensor], writes: bool) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors, gathered and on the CPU, in pieces of at least ``PIECE`` bytes, one for each file. A rank that
+    does not write takes part in the gathering, and yields empty tensors."""
     piece: dict[str, Tensor] = {}
     size = 0
     for name, value in tensors.items():
@@ -196,6 +216,8 @@ def _pieces(tensors: Mapping[str, Tensor], writes: bool) -> Iterator[dict[str, T
 
 @torch.no_grad()
 def _load(files: list[Path], tensors: Mapping[str, Tensor]) -> None:
+    """Copy the tensors in ``files`` into those of the same names. Raises ValueError if names, shapes or dtypes are not
+    the same in both."""
     there: set[str] = set()
     for file in files:
         with safe_open(file, framework="pt") as stored:

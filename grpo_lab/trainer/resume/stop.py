@@ -11,16 +11,18 @@
 
 The request is answered at the end of the optimizer step, after its log line, where a resume is exact to the bit. During
 an evaluation, or while a checkpoint is written, it is answered at the end of that. With several ranks, a request to one
-is enough. A second Ctrl-C ends the run at once, without a checkpoint. In a run of one process, a signal during a wait
-for a server also ends it at once, with a checkpoint of the last step. A stop file that is older than the process is of
-an earlier run: a training that begins at its first step removes it. HF's own answer to SIGTERM (transformers 5.17)
-comes inside whichever of its events is next, where a resume has other completions or the step is not logged. Ours
-replaces it.
+is enough. Special cases:
 
-An evaluation that is due at that step would have come before the checkpoint and drawn from training's random numbers.
-Here the checkpoint comes first and records that one is due. The resumed run makes it as soon as it has the checkpoint's
-random numbers. The same holds for ``eval_strategy: epoch`` with ``save_strategy: steps``, whose checkpoint of the last
-step is written before the evaluation.
+- A second Ctrl-C ends the run at once, without a checkpoint.
+- In a run of one process, a signal during a wait for a server ends it at once, with a checkpoint of the last step.
+- A stop file that is older than the process was meant for an earlier run. A training from its first step removes it.
+- HF's own answer to SIGTERM (transformers 5.17) is replaced. It comes inside whichever of HF's events is next, where a
+  resume would have other completions, or the step is not logged.
+
+An evaluation that is due at that step would have come before the checkpoint, and would have drawn from the training's
+random numbers. Here the checkpoint comes first, and records that an evaluation is due. The resumed run makes up for it
+as soon as it has the checkpoint's random numbers (``DueEvaluation``). The same holds for ``eval_strategy: epoch`` with
+``save_strategy: steps``, where the checkpoint of an epoch's last step is written before the epoch's evaluation.
 """
 
 from __future__ import annotations
@@ -52,13 +54,17 @@ logger = logging.getLogger("grpo_lab")
 STOP_FILE = "stop file"
 MAX_HOURS = "max_hours"
 CTRL_C = "SIGINT"
-#: Reasons to stop. If two are there at once, the later one in this list is named.
+#: Reasons to stop; "": none. If there are two at once, the later one in this list is named.
 REASONS = ("", STOP_FILE, MAX_HOURS, CTRL_C, "SIGUSR1", "SIGTERM")
 
 
 class DueEvaluation(TrainerCallback):  # type: ignore[misc]
-    """Callback that makes up an evaluation that was due at a stop; one per trainer, before all other callbacks. Limit:
-    if the evaluation itself ends the training (early stopping), one more step is made."""
+    """Callback that makes the evaluation in a resumed run that was left out at a stop; one per trainer, before all
+    other callbacks. Limit: if that evaluation ends the training (early stopping), one more step is made.
+
+    Attributes:
+        left_out: whether an evaluation was due at the stop, which the next checkpoint is to record.
+    """
 
     holds = "that the resumed run evaluates first, where an evaluation was left out for a stop or is still ahead"
 
@@ -74,8 +80,8 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         self._made_at = state.global_step
 
     def epochs_is_ahead(self) -> bool:
-        """Return whether the evaluation of ``eval_strategy: epoch`` is due (an epoch or the run ends) and not made
-        yet."""
+        """Return whether an epoch or the run ends at this step, and the evaluation of ``eval_strategy: epoch`` that
+        belongs to it has not been made yet."""
         args = self.trainer.args
         state = self.trainer.state
         over = state.epoch is not None and (state.epoch == int(state.epoch) or state.global_step >= state.max_steps)
@@ -89,13 +95,15 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         return None
 
     def load(self, saved: SavedState | None) -> None:
-        """Read whether the checkpoint says that an evaluation is due. Every rank calls this and gets the same."""
+        """Read whether the checkpoint says that an evaluation is due. Every rank calls this and gets the same
+        answer."""
         here = saved is not None and "evaluation_due" in saved.entries
         self.left_out = False
         self._loaded = any(gather_object([here]))
 
     def make_up(self) -> None:
-        """Evaluate if the checkpoint says that it is due; its random numbers have just been loaded."""
+        """Evaluate if the loaded checkpoint says that an evaluation is due, and record the best checkpoint as HF does.
+        It is called once the checkpoint's random numbers are loaded."""
         loaded = self._loaded
         self._loaded = False
         trainer = self.trainer
@@ -116,10 +124,10 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
     """Callback that ends a training on request; one per trainer.
 
     Attributes:
-        reason: why the training stopped, one of ``REASONS``, the same on every rank; ``None`` while nobody asked.
+        reason: why the training stops, one of ``REASONS``, the same on every rank; None while nobody has asked.
         returns: whether ``train()`` returns after a signal other than Ctrl-C; else the signal is raised again.
         signals: the signals that stop the training, beside Ctrl-C.
-        broke_off_a_wait: the signal that ended a wait for a server, or None.
+        broke_off_a_wait: name of the signal that ended a wait for a server, or None.
     """
 
     def __init__(self, trainer: GRPOTrainer, due: DueEvaluation) -> None:
@@ -137,13 +145,15 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
                 put_back({signal.SIGTERM: hfs.jit_manager._original_sigterm_handler})
 
     def _forget(self) -> None:
+        """Clear the requests of an earlier training."""
         self.reason: str | None = None
         self.broke_off_a_wait: str | None = None
         self._asked: str | None = None  # the signal that this process got
         self._saved: int | None = None  # step of the newest checkpoint of this training
 
     def _heard(self, number: int, frame: Any) -> None:
-        """Handle a signal: note the request, and let the step finish."""
+        """Handle a signal. The first one is noted, and the step is finished. A second Ctrl-C, or a signal in a wait for
+        a server, raises KeyboardInterrupt. Outside of a training the earlier handlers get the signal."""
         name = signal.Signals(number).name
         # while the trainer waits for a server, there may be no end of the step to wait for
         breaks_off = self._waiting and self.trainer.accelerator.num_processes == 1
@@ -166,7 +176,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
-        """Return a context around a wait for a server; it can be nested."""
+        """Return a context around a wait for a server, in which a signal ends the run at once; it can be nested."""
         before = self._waiting
         self._waiting = True
         try:
@@ -175,7 +185,8 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             self._waiting = before
 
     def _is_asked(self, args: Any) -> bool:
-        """Return whether any process was asked to stop, the same answer on all. A collective."""
+        """Return whether any process was asked to stop, and set ``reason``. Every rank calls this, and all get the same
+        answer."""
         if self.reason is None and self.trainer.is_in_train:
             asked = self._asked or ""
             accelerator = self.trainer.accelerator
@@ -240,7 +251,8 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             logger.warning("%s: %s", self.reason, said)
 
     def _leave_out_the_epochs(self, args: Any, state: Any) -> None:
-        """Record a due evaluation of ``eval_strategy: epoch``, also in a checkpoint that this step has already."""
+        """Record that the evaluation of ``eval_strategy: epoch`` is left out, if it is due; also in the checkpoint of
+        this step, if it is written already."""
         if self._due.epochs_is_ahead():
             self._due.left_out = True
             if self._saved == state.global_step and args.should_save:
@@ -255,14 +267,15 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     @property
     def late(self) -> str | None:
-        """Name of a request that came too late to be answered, or None."""
+        """Name of the signal that came too late to be answered, or None."""
         if self.reason is None:
             return self._asked
         return None
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Return a context around ``train()``: after it, the earlier handlers return and get the signal."""
+        """Return a context around ``train()``. After it the earlier handlers are back. If a signal stopped the
+        training, it is raised again for them; Ctrl-C is raised as KeyboardInterrupt."""
         try:
             yield
         finally:
@@ -275,11 +288,13 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
 
 def _checkpoint(args: Any, state: Any) -> str:
+    """Return the path of the checkpoint of the current step, whether it exists or not."""
     return os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
 def stop_file(args: Any) -> Path:
-    """Return the file whose presence asks a run to stop: ``stop_file``, else ``STOP`` in ``output_dir``."""
+    """Return the path of the file whose existence asks a run to stop: ``stop_file``, else ``STOP`` in
+    ``output_dir``."""
     given = getattr(args, "stop_file", None)
     if given is None:
         return Path(args.output_dir) / "STOP"
@@ -295,8 +310,9 @@ def remove(file: Path) -> None:
 
 
 def started(pid: int | None = None) -> float:
-    """Return when a process (by default this one) was started, in seconds since 1970, to a hundredth. The kernel counts
-    ticks since the machine's start; psutil adds them to that moment in whole seconds."""
+    """Return when a process (by default this one) was started, in seconds since 1970, exact to a hundredth. psutil is
+    only used where there is no /proc: it knows the machine's start in whole seconds only, to which the kernel's ticks
+    are added."""
     try:
         ticks = int(Path(f"/proc/{pid or os.getpid()}/stat").read_text().rpartition(")")[2].split()[19])
         since_start = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -309,17 +325,19 @@ _STARTED = started()  # by the clock at the start of this process
 
 
 def is_of_an_earlier_run(file: Path) -> bool:
-    """Return whether ``file`` is older than this process, by the clock now and at its start, which may differ."""
+    """Return whether ``file`` is older than this process. The clock may have been set since the start, so the process's
+    start is computed by the clock of now and by that of then, and the earlier one counts."""
     return file.stat().st_mtime < min(started(), _STARTED)
 
 
 def hours_of_this_process() -> float:
-    """Return the hours since this process was started. Loading and waiting count, earlier processes do not."""
+    """Return the hours since this process was started. Loading and waiting count; earlier processes of a resumed run do
+    not."""
     return (time.time() - started()) / 3600
 
 
 def kept(folder: str, step: int) -> str:
-    """Return the sentence that ends an interrupted run: what was saved, and how to continue."""
+    """Return the message at the end of an interrupted run: which checkpoint was written, and how to continue."""
     return (
         f"interrupted after step {step}; a checkpoint was written to {folder}. Go on: `grpo-lab train … --resume`, or "
         f"trainer.train(resume_from_checkpoint={folder!r})"

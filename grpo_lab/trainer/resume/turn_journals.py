@@ -2,10 +2,11 @@
 
     output_dir/_turns/<step>-<number>-<rank>.jsonl
 
-A journal is there from the beginning of its batch until a checkpoint of a later step is whole. Before that, a resumed
-run comes to the same batch again. It takes the journal's answers if step, prompts, settings and weights are the same:
-trained from an older checkpoint, a run comes to the same weights only where all batches in between were drawn again to
-the bit. An engine's are, too, if their journals are whole.
+A journal records what happened in the turns of one generation batch on one rank. It stays from the beginning of its
+batch until a checkpoint of a later step is whole. Until then, a run that was killed and resumed comes to the same batch
+again, and takes the journal's answers in place of new ones. It does so only if step, prompts, settings and weights are
+the same. After a resume from an older checkpoint the weights are the same if all batches in between were drawn again to
+the bit; batches of an engine are, too, if their journals are whole.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from grpo_lab.turns.journal import TurnJournal
 from grpo_lab.turns.turn_settings import TurnSettings
 
 JOURNALS = "_turns"
-#: Settings that a batch's draws depend on.
+#: Settings of generation; a journal made with other values is not used.
 SAMPLING = (
     "temperature",
     "top_p",
@@ -39,12 +40,12 @@ SAMPLING = (
     "generation_kwargs",
     "max_completion_length",
 )
-#: Values of each weight that its fingerprint looks at.
+#: Number of values of each weight from which the fingerprint of a model is made, about.
 LOOKED_AT = 64
 
 
 class TurnJournals(TrainerCallback):  # type: ignore[misc]
-    """Opens the journals of this rank, and removes them when they are no longer needed."""
+    """Callback that opens the journals of this rank, and removes them when they are no longer needed."""
 
     def __init__(self, trainer: GRPOTrainer, settings: TurnSettings | None) -> None:
         self.trainer = trainer
@@ -53,8 +54,8 @@ class TurnJournals(TrainerCallback):  # type: ignore[misc]
         self._batch = (-1, 0)  # optimizer steps before it, and its number among the batches of that step
 
     def open(self, prompts: Iterable[list[int]]) -> TurnJournal | None:
-        """Return the journal of the generation batch that begins now, with what a killed run has left in it; None where
-        there is none (``rollout.turns.journal: false``, an evaluation)."""
+        """Return the journal of the generation batch that begins now, with what a killed run has left in it. None in an
+        evaluation, or with ``rollout.turns.journal: false``. ``prompts``: the batch's token ids."""
         trainer = self.trainer
         if self.settings is None or not self.settings.journal or not trainer.model.training:
             return None
@@ -103,8 +104,8 @@ class TurnJournals(TrainerCallback):  # type: ignore[misc]
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> str:
-    """Return a digest of some values of each trainable weight, as this rank holds it. Steps of an optimizer change
-    it."""
+    """Return a digest of about ``LOOKED_AT`` values of each trainable weight, as this rank holds it. It tells whether a
+    model was changed by steps of an optimizer; "" for a model without trainable weights."""
     looked_at = []
     for weight in model.parameters():
         if weight.requires_grad:

@@ -1,11 +1,11 @@
 """Decide which checkpoints of a run are whole and finite: one rule for ``--resume``, for
 ``resume_from_checkpoint=True`` and for error messages.
 
-A checkpoint is written into ``_saving/`` and moved to its name when it is whole and finite, with a list of its files
-(``MARK``). So a folder ``checkpoint-N`` of ours is both. Checkpoints of stock TRL or of earlier versions, and files
-that were cut since, are checked by the heads and ends of the files. Before a resume, all of a checkpoint is read
-(``damaged``) and compared with the checksums of the list. It is also searched for NaN, unless the list says that this
-was done.
+Our checkpoints are written into ``_saving/``, and moved to their name once they are whole and finite, with a list of
+their files (``MARK``). A checkpoint may still be of stock TRL or of an earlier version, or have lost files or parts of
+them since. So there are two checks. A quick one reads only the heads and ends of files (``what_is_broken``). Before a
+resume, all of the checkpoint is read and compared with the checksums of its list; it is also searched for NaN, unless
+the list says whether this was done (``damaged``).
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ from grpo_lab.trainer.resume.state import read_state
 
 #: Folder beside the checkpoints in which the next one is written. The underscore keeps it out of pushes to the hub.
 SAVING = "_saving"
-#: The list of files, written last: the step, and every file with its bytes and its checksum.
+#: Name of the list of a checkpoint's files, written last: the step, and each file's size in bytes and checksum.
 MARK = "grpo_lab_checkpoint.json"
-#: Bytes of a file that one thread reads for its checksum.
+#: Bytes of a piece of a file; threads compute the digests of pieces side by side.
 PIECE = 64 * 2**20
-#: Largest pickle, in bytes, that a look at a checkpoint reads: random numbers, schedule, no optimizer.
+#: Largest pickle, in bytes, that the quick check reads whole: random numbers and schedule, but not an optimizer.
 SMALL = 16 * 2**20
-#: transformers' mark of an unfinished checkpoint that a signal asked for.
+#: Name of the file by which transformers marks an unfinished checkpoint, written at a signal.
 INCOMPLETE = "checkpoint-is-incomplete.txt"
-#: What a resume needs beside the weights, and its file names (FSDP's and DeepSpeed's, too).
+#: State that a resume needs beside the weights → patterns of its file names (FSDP's and DeepSpeed's, too).
 BESIDE_WEIGHTS = {
     "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
     "scheduler.pt": ("scheduler.pt", "global_step*"),
     "rng_state.pth": ("rng_state*.pth",),
 }
-#: Pickles that a resume loads; they may name only ``MAY_BE_NAMED`` and torch's own globals.
+#: Beginnings of the names of pickles that a resume loads, and the names of classes and functions that they may hold
+#: besides torch's own.
 LOADED = ("optimizer", "scheduler", "scaler", "rng_state")
 MAY_BE_NAMED = {"numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType", "_codecs.encode"}
 MAY_BE_NAMED |= {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")}
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the finished optimizer steps in the folder's name; -1 for another name."""
+    """Return the number of optimizer steps in the name ``checkpoint-N`` of a folder; -1 for another name."""
     number = checkpoint.name.removeprefix("checkpoint-")
     if number.isascii() and number.isdigit():
         return int(number)
@@ -64,7 +65,8 @@ def all_in(folder: Path) -> list[Path]:
 
 
 def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[str]]:
-    """Return the newest whole checkpoint, and why each newer one was passed over. ``read``: check the content, too."""
+    """Return the newest whole checkpoint in a folder, or None, and why each newer one was passed over. ``read``: read
+    and check the content of all files (``damaged``), too."""
     passed: list[str] = []
     for checkpoint in reversed(all_in(folder)):
         broken = what_is_broken(checkpoint) or (damaged(checkpoint) if read else None)
@@ -75,7 +77,8 @@ def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[st
 
 
 def what_is_broken(checkpoint: Path) -> str | None:
-    """Return why a checkpoint cannot be resumed from, None for a whole one. Read only heads and ends of its files."""
+    """Return why a checkpoint cannot be resumed from; None for a whole one. Only heads and ends of large files are
+    read."""
     if (checkpoint / INCOMPLETE).exists():
         return f"{INCOMPLETE} stands in it: saving was not finished"
     try:
@@ -94,12 +97,14 @@ def what_is_broken(checkpoint: Path) -> str | None:
 
 
 def lacking(checkpoint: Path) -> list[str]:
-    """Return which states, such as the optimizer's, are not in a checkpoint. A resume then begins them anew."""
+    """Return which states of ``BESIDE_WEIGHTS``, such as the optimizer's, are not in a checkpoint. A resume begins them
+    anew."""
     return [name for name, forms in BESIDE_WEIGHTS.items() if not any(any(checkpoint.glob(form)) for form in forms)]
 
 
 def broken_weights(folder: Path) -> str | None:
-    """Return why the saved model (or adapter) in ``folder`` cannot be loaded, judged by its files' heads and sizes."""
+    """Return why the model or adapter saved in ``folder`` cannot be loaded, by the heads and sizes of its safetensors
+    files; None if it can. Weights in FSDP's and DeepSpeed's own formats are not checked."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -123,7 +128,8 @@ def broken_weights(folder: Path) -> str | None:
 
 
 def broken_pickles(checkpoint: Path) -> str | None:
-    """Return which ``.pt`` or ``.pth`` file of the checkpoint cannot be loaded, and why; None if all can."""
+    """Return which ``.pt`` or ``.pth`` file of the checkpoint cannot be loaded, and why; None if all can. A file is
+    refused, too, if it names a class or function that no training writes: a pickle could call it when it is loaded."""
     for file in sorted(checkpoint.glob("*.pt*")):
         try:  # torch.save writes a zip file, whose list of contents stands at its end
             with zipfile.ZipFile(file) as archive:
@@ -144,19 +150,19 @@ def broken_pickles(checkpoint: Path) -> str | None:
 
 
 def keep(partial: Path, place: Path, checksums: bool = True, finite: bool = True) -> None:
-    """Add the list to ``_saving/checkpoint-N``, which is whole, and move it to ``place``: flushed, in one rename."""
+    """Write the list of files into ``partial``, a checkpoint that is whole, flush it to the disk, and move it to
+    ``place`` in one rename. ``checksums`` and ``finite``: as for ``mark_of``."""
     write_whole_text(partial / MARK, json.dumps(mark_of(partial, step_of(place), checksums, finite)))
     move_whole(partial, place)
     shutil.rmtree(partial.parent, ignore_errors=True)
 
 
 def mark_of(folder: Path, step: int, checksums: bool = True, finite: bool = True) -> dict[str, Any]:
-    """Return the content of ``MARK`` for a whole folder: shards of FSDP and DeepSpeed have no other list. ``finite``:
-    whether it was checked for NaN.
+    """Return the content of ``MARK`` for a checkpoint of optimizer step ``step`` in ``folder``: all files with their
+    sizes, and the checksums if asked for. ``finite``: whether the folder was checked for NaN.
 
-    For the checksums every file is read once, while it is being flushed to the disk, for which ``move_whole`` would
-    wait anyway. Files that are read as text have none: people edit ``trainer_state.json``, a configuration, a chat
-    template.
+    For the checksums every binary file is read once, while it is being flushed to the disk, for which ``move_whole``
+    would wait anyway. Text files have none: people edit ``trainer_state.json``, a configuration, a chat template.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
@@ -170,13 +176,15 @@ def mark_of(folder: Path, step: int, checksums: bool = True, finite: bool = True
 
 
 def _towards_disk(files: list[Path]) -> None:
+    """Flush files to the disk, as far as that works."""
     for file in files:
         with suppress(OSError), file.open("rb") as opened:  # an error is the move's, which asks again
             os.fsync(opened.fileno())
 
 
 def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:
-    """Return file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read."""
+    """Return name of a file → its checksum in hexadecimal: the SHA-256 of the SHA-256 digests of its pieces of
+    ``PIECE`` bytes, which several threads read."""
     pieces = [(name, start) for name in names for start in range(0, (folder / name).stat().st_size, PIECE)]
     found = {name: hashlib.sha256() for name in names}
     with ThreadPoolExecutor(max_workers=min(16, own_cores())) as threads:
@@ -186,6 +194,7 @@ def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:
 
 
 def _digest(folder: Path, name: str, start: int) -> bytes:
+    """Return the SHA-256 of the piece of a file that begins at byte ``start``."""
     found = hashlib.sha256()
     buffer = memoryview(bytearray(2**20))
     left = PIECE
@@ -198,8 +207,9 @@ def _digest(folder: Path, name: str, start: int) -> bytes:
 
 
 def damaged(checkpoint: Path) -> str | None:
-    """Return what differs from what was written, or is not finite and was never checked; None if nothing is. All of the
-    checkpoint is read."""
+    """Read all of a checkpoint, and return what is wrong with it; None if nothing is. Wrong is a file whose checksum is
+    not that of the list. NaN and infinities are wrong, too, if there is no list (stock TRL), or none that says whether
+    they were searched for (earlier versions)."""
     try:
         listed = _mark(checkpoint)
     except ValueError as error:
@@ -221,7 +231,7 @@ def damaged(checkpoint: Path) -> str | None:
 
 
 def _mark(checkpoint: Path) -> dict[str, Any] | None:
-    """Return the content of ``MARK``, None without one. Raise ``ValueError`` if it cannot be read."""
+    """Return the content of a checkpoint's ``MARK``; None if it has none. Raises ValueError if it cannot be read."""
     try:
         return read_record(checkpoint / MARK, {"files": dict})
     except FileNotFoundError:
@@ -231,8 +241,12 @@ def _mark(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _against_mark(checkpoint: Path) -> str | None:
-    """Return the first listed file that is missing or cut; text files may change (people edit ``trainer_state.json``).
-    Without a list, return what is missing if only part of what a resume needs is there."""
+    """Compare the sizes of a checkpoint's files with its list, and return what is wrong; None if nothing is.
+
+    Wrong is a listed file that is missing, or a binary file of another size; text files may change (people edit
+    ``trainer_state.json``). Without a list, a state that a resume needs is missed only if others are there:
+    ``save_only_model`` saves none of them.
+    """
     mark = _mark(checkpoint)
     if mark is None:
         missing = lacking(checkpoint)
