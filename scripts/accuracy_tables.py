@@ -1,6 +1,8 @@
 """Tables of ``bench_accuracy.py``: when a run reached a target, whose rate is taken, stock's time against ours.
 
-A record has ``points`` (step, seconds, accuracy), ``seed`` and ``wall_seconds``.
+A run's record has ``seed``, ``wall_seconds`` and ``points``, its evaluations in order. *Stock* is TRL's trainer, *ours*
+is LabTrainer. An *arm* is a side of the comparison, such as ``stock`` or ``ours``; it has a run for each seed. Not a
+command: ``bench_accuracy.py`` prints the tables.
 """
 
 from __future__ import annotations
@@ -13,39 +15,49 @@ from grpo_lab.labs.experiment import Found, Record
 from grpo_lab.labs.tables import markdown
 
 Point = dict[str, float]
-"""Optimizer steps, held-out accuracy, and seconds of training until then."""
+"""One evaluation: ``step`` (optimizer steps so far), ``seconds`` of training so far, and held-out ``accuracy``."""
 
 TUNED, SERVED = ("stock", "ours"), ("synchronous", "overlapped")
 SHARE = 0.9
-"""Of stock's final accuracy."""
+"""The target accuracy, as a share of stock's final accuracy."""
 BELOW = 0.02
+"""A tuning whose final accuracy is this much below the arm's best is not chosen."""
 LAST = 3
-"""Evaluations of which a final accuracy is the mean."""
+"""Number of evaluations of which the final accuracy is the mean."""
 
 
 def final(one: Record) -> float:
+    """Return the final accuracy of a run."""
     return fmean(point["accuracy"] for point in one["points"][-LAST:])
 
 
 def whole(one: Record) -> float:
-    """Seconds of all steps."""
+    """Return the seconds that all steps of a run took."""
     return float(one["points"][-1]["seconds"])
 
 
 def reached(one: Record, target: float) -> Point | None:
-    """The first evaluation at or above ``target``; None: there is none."""
+    """Return the first evaluation at or above the accuracy ``target``, or None."""
     return next((point for point in one["points"] if point["accuracy"] >= target), None)
 
 
 def seconds_to(one: Record, target: float) -> float:
-    """Infinite where ``target`` is never reached."""
+    """Return the seconds of training until the first evaluation at or above ``target``; infinity if it never is."""
     point = reached(one, target)
     return math.inf if point is None else point["seconds"]
 
 
 def chosen(tests: Mapping[tuple[str, str], Record]) -> tuple[dict[str, str], float]:
-    """Arm → tuning, and the target that decides: the first there, of equals (all that never are) the higher end. One
-    that ends more than `BELOW` below the arm's best is out: it is there early, and does not stay."""
+    """Choose the tuning of each arm from its test runs: the one that reaches the target first or, if none does, the one
+    with the highest final accuracy. Tunings that end more than `BELOW` below the arm's best are left out: they may be
+    fast at first, and do not stay there.
+
+    Args:
+        tests: (arm, tuning) → the record of its test run.
+
+    Returns:
+        Arm → its tuning, and the target accuracy: `SHARE` of the best final accuracy of stock's test runs.
+    """
     target = SHARE * max(final(one) for (arm, _), one in tests.items() if arm == "stock")
     best: dict[str, tuple[float, float, str]] = {}
     for (arm, tuning), one in tests.items():
@@ -57,19 +69,21 @@ def chosen(tests: Mapping[tuple[str, str], Record]) -> tuple[dict[str, str], flo
 
 
 def told(one: Record, target: float) -> list[str]:
-    """Steps and seconds to ``target``, final accuracy, seconds of all steps, seconds of the whole run."""
+    """Return a run's cells of a table: steps and seconds to ``target``, final accuracy, seconds of all steps, and
+    seconds of the whole run."""
     point = reached(one, target)
     first = ["never", "never"] if point is None else [f"{point['step']:.0f}", f"{point['seconds']:.1f}"]
     return [*first, f"{final(one):.3f}", f"{whole(one):.1f}", f"{one['wall_seconds']:.1f}"]
 
 
 def ratio(above: float, below: float) -> str:
-    """– where one of the two was never there."""
+    """Return the quotient as text; – if one of the two times is infinite (the target was never reached)."""
     return f"{above / below:.2f}×" if math.isfinite(above) and math.isfinite(below) and below > 0 else "–"
 
 
 def main_table(found: Found, target: float) -> str:
-    """A line a run, and under an arm of several seeds their mean. The last two columns are of seconds to target."""
+    """Return a Markdown table with a line for each run, and a line with the means for each arm of several seeds. The
+    last two columns are quotients of seconds to the target."""
     heads = ["arm", "seed", "steps to target", "seconds to target", "final accuracy", "seconds of all steps"]
     heads += ["with loading", "stock / this", "this / ours"]
     times = {arm: {one["seed"]: seconds_to(one, target) for one in runs} for arm, runs in found.items()}
@@ -91,12 +105,12 @@ def main_table(found: Found, target: float) -> str:
 
 
 def mean_over(times: Mapping[int, float], seeds: Iterable[int]) -> float:
-    """Of ``seeds``; infinite where one has no time."""
+    """Return the mean of ``times`` (by seed) over ``seeds``; infinity if a seed has no time."""
     return fmean(times.get(seed, math.inf) for seed in seeds)
 
 
 def overlap_table(found: Found) -> str:
-    """The two with a server, seed by seed."""
+    """Return a Markdown table of the two arms with a server, with a line for each seed; "" if no seed has both."""
     one, two = ({run["seed"]: run for run in found.get(arm, [])} for arm in SERVED)
     rows = []
     for seed in sorted(set(one) & set(two)):
@@ -108,7 +122,8 @@ def overlap_table(found: Found) -> str:
 
 
 def in_all(found: Found, target: float) -> str:
-    """Stock's time against ours over the seeds that both have: of the means, and the least."""
+    """Return a sentence with stock's time to the target over ours, on the seeds that both have: the quotient of the
+    means, and the smallest quotient of a seed."""
     stock, ours = ({one["seed"]: seconds_to(one, target) for one in found.get(side, [])} for side in TUNED)
     seeds = sorted(set(stock) & set(ours))
     if not seeds:

@@ -2,9 +2,11 @@
 
     python scripts/agree_with_origins.py --checkouts FOLDER [--write docs/origins.json] [part ...]
 
-``FOLDER`` holds a git repository ``OWNER+NAME/repo`` for each origin (bare will do). Every row of ``origins/*.py`` is
-run for five seeds; printed and written are the part, the origin's function and commit, and the largest difference of
-losses and gradients. Ends with 1 where one is above 1e-6. No test: the checkouts are not part of this repository.
+``FOLDER`` holds a git repository ``OWNER+NAME/repo`` for each origin (a bare one will do). Every row of
+``origins/*.py`` compares one part of ours with a function of its origin, for five seeds. For each row the part, the
+origin's function and commit, and the largest difference of losses and gradients are printed, and written as JSON with
+``--write``. The exit code is 1 if a difference is above 1e-6. This is no test of the suite, since the checkouts are not
+part of this repository.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ FILES = sorted(file.stem for file in (Path(__file__).parent / "origins").glob("*
 
 
 def rows() -> list[Row]:
-    """All rows, file by file."""
+    """Return the rows of all files in ``origins/``, file by file."""
     return [row for file in FILES for row in getattr(import_module(f"origins.{file}"), "ROWS", ())]
 
 
 def compared(row: Row, checkouts: Path) -> dict[str, object]:
-    """Return a line of the record."""
+    """Run one comparison for all seeds, and return its line of the record. Raises ValueError if it compares nothing, or
+    tensors of different shapes."""
     theirs = row.origin.load(checkouts)
     pairs = [pair for seed in SEEDS for pair in row.pairs(theirs, seed)]
     if not pairs:
@@ -51,6 +54,7 @@ def compared(row: Row, checkouts: Path) -> dict[str, object]:
 
 
 def show(lines: Iterable[dict[str, object]]) -> None:
+    """Print the lines of the record, and mark those that differ by more than `ALLOWED`."""
     for line in lines:
         verdict = "" if agrees(line) else "  DIFFERS"
         function = str(line["function"]).rsplit(":", 1)[1]
@@ -61,6 +65,7 @@ def show(lines: Iterable[dict[str, object]]) -> None:
 
 
 def agrees(line: dict[str, object]) -> bool:
+    """Return whether the largest difference in a line of the record is allowed."""
     return float(str(line["difference"])) <= ALLOWED
 
 

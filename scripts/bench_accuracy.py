@@ -4,21 +4,33 @@
     python scripts/bench_accuracy.py --arms stock ours        # in pieces: what is recorded is not trained again
     python scripts/bench_accuracy.py --at-most 2              # two more runs
     python scripts/bench_accuracy.py --at-most 0              # only the tables, the figure and results.json
-    python scripts/bench_accuracy.py --tiny                   # does it run
+    python scripts/bench_accuracy.py --tiny                   # a check that it runs
 
-Arms: ``stock`` (``trl.GRPOTrainer``, the same objective in its settings), ``ours`` (``LabTrainer`` as it is), ours with
-one part off; ``synchronous`` and ``overlapped``: ours with a vLLM server on the last core, the trainer on the first;
-``uncorrected``, only where it is named: overlapped, and the stale completions weighed as if they were the policy's.
-All begin from one cold start; a seed changes the order of the problems and the sampling.
+Printed are the search for a tuning, a table of all runs, and stock's time over ours. The records, ``results.json`` and
+``accuracy.png`` are written to ``runs/bench_accuracy``.
 
-Clock: from the beginning of training (model, reward worker and server are there, the server has answered a batch) to
-the end of a step. Weights are copied on the way (1.5 MB) and evaluated after the training, all by the same generator,
-so that a server cannot work ahead while the trainer evaluates. Tuning: ``stock`` and ``ours`` try the same learning
-rates and numbers of updates of each batch (TRL's ``num_iterations``; a step is an update) on a seed of its own; of
-those that end within two points of its best the one that is first at 90% of stock's best final accuracy there is taken;
-ours' holds for its other arms, but those with a server make one update of each batch. Target of the measured runs: 90%
-of the mean of stock's final accuracies (each the mean of the last three evaluations); a run has reached it at its first
-evaluation at or above it.
+Arms:
+
+- ``stock``: ``trl.GRPOTrainer``, with the same objective in its settings.
+- ``ours``: ``LabTrainer`` as it is.
+- ``update off``, ``generate stock``, ``share_prompts off``: ours with one part off.
+- ``synchronous`` and ``overlapped``: ours with a vLLM server on the last core, and the trainer on the first.
+- ``uncorrected``, which runs only if ``--arms`` names it: overlapped, and the stale completions are weighed as if the
+  present policy had made them.
+
+All arms begin from the same cold start; a seed changes the order of the problems and the sampling.
+
+Clock: it runs from the beginning of training to the end of a step. Before that the model, the reward's worker and the
+server are started, and the server has answered a batch. Weights are copied on the way (1.5 MB) and evaluated after the
+training, all by the same generator, so that a server cannot work ahead while the trainer evaluates.
+
+Tuning: ``stock`` and ``ours`` each try the same learning rates and numbers of updates of a batch (TRL's
+``num_iterations``; a step is an update), on a seed that is not measured. Of those that end within two points of the
+arm's best, the one is taken that first reaches 90% of stock's best final accuracy. The other arms take the tuning of
+ours; those with a server make one update of each batch.
+
+Target of the measured runs: 90% of the mean of stock's final accuracies, each of which is the mean of the last three
+evaluations. A run has reached it at its first evaluation at or above it.
 """
 
 from __future__ import annotations
@@ -68,8 +80,8 @@ ABLATION = ("update off", "generate stock", "share_prompts off")
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Seconds of training, and the weights: before the first step, after each of the first ``dense``, then after every
-    ``every``-th."""
+    """Callback that notes the seconds of training and copies the weights: before the first step, after each of the
+    first ``dense`` steps, and then after every ``every``-th."""
 
     def __init__(self, every: int, dense: int) -> None:
         self.every, self.dense, self.began = every, dense, 0.0
@@ -90,17 +102,18 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 
 
 def tuning(rate: float, updates: int) -> str:
-    """Learning rate, and updates of each batch where they are several."""
+    """Return the name of a tuning: the learning rate, and the number of updates of each batch if it is not 1."""
     return f"{rate:g}" if updates == 1 else f"{rate:g} x{updates}"
 
 
 def cell(arm: str, tuned: str, steps: int) -> str:
-    """What a run is named by, beside its seed."""
+    """Return the name of a run without its seed: arm, tuning and number of steps. `run` reads them from it."""
     return f"{arm} {tuned.split(' ')[0] if arm in ONE_UPDATE else tuned} {steps} steps"
 
 
 def run(name: str, seed: int, folder: Path, options: Options) -> Record:
-    """One training and its evaluations. ``wall_seconds``: from the model's loading to the end of the training."""
+    """Train once and evaluate the copied weights; return the record. Its ``wall_seconds`` are those from the loading of
+    the model to the end of the training."""
     words = re.fullmatch(r"(.+?) (\d\S*)(?: x(\d+))? (\d+) steps", name)
     assert words is not None
     arm, rate, updates, steps = words.groups()
@@ -137,13 +150,13 @@ def run(name: str, seed: int, folder: Path, options: Options) -> Record:
 
 
 def asked(options: Options) -> dict[str, Any]:
-    """What all runs of a folder share."""
+    """Return the options that all runs recorded in a folder must share."""
     shared = {name: getattr(options, name) for name in ("every", "dense", "problems", "tiny")}
     return {**shared, "set": changes_asked(options)}
 
 
 def held_out(model: Any, tokenizer: Any, rows: Any, reward: Any, max_new_tokens: int) -> Interval:
-    """Share of ``rows`` that a greedy answer gets right, with its 95% interval (Wilson)."""
+    """Return the share of ``rows`` that the model's greedy answers get right, with its 95% interval (Wilson)."""
     model.eval()
     result = evaluate(
         model, tokenizer, rows, reward=reward, max_new_tokens=max_new_tokens, batch_size=256, progress=False
@@ -153,7 +166,8 @@ def held_out(model: Any, tokenizer: Any, rows: Any, reward: Any, max_new_tokens:
 
 
 def evaluated(clock: Clock, start: Path, problems: int) -> list[Point]:
-    """Greedy, strict accuracy on the recipe's held-out problems, of all the weights that were taken."""
+    """Return the greedy, strictly judged accuracy of all weights that the clock has copied, on ``problems`` of the
+    recipe's held-out problems."""
     recipe = read_yaml(RECIPE)
     rows = load_rows(read(DataSection, recipe["evaluation"]["data"] | {"n": problems}, "evaluation.data"))
     reward = build.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
@@ -167,7 +181,8 @@ def evaluated(clock: Clock, start: Path, problems: int) -> list[Point]:
 
 
 def search(options: Options) -> tuple[dict[str, str] | None, Found]:
-    """The tuning of each tuned arm, and the runs that say so; no tunings: runs are missing."""
+    """Return arm → its tuning, and the test runs by which they were chosen. None in place of the tunings: some test
+    runs have still to be made. With a single tuning to try there is no search."""
     asked = [tuning(rate, updates) for updates in options.updates for rate in options.rates]
     if len(asked) == 1:
         return dict.fromkeys(TUNED, asked[0]), {}
@@ -193,7 +208,8 @@ def search(options: Options) -> tuple[dict[str, str] | None, Found]:
 
 
 def carried_out(names: Sequence[str], seeds: Sequence[int], options: Options) -> Found:
-    """Records of ``names``; those that are missing are made, ``--at-most`` of them in all. SystemExit: some failed."""
+    """Return the records of the runs ``names``. Missing ones are made first, at most ``--at-most`` of them in all calls
+    together. Raises SystemExit if some failed."""
     own = argparse.Namespace(**{**vars(options), "seeds": list(seeds), "arms": None})
     before = recorded(names, seeds, options)
     try:
@@ -206,6 +222,8 @@ def carried_out(names: Sequence[str], seeds: Sequence[int], options: Options) ->
 
 
 def experiment(names: Sequence[str]) -> Experiment:
+    """Return the runs ``names`` as a lab's experiment, which runs and records each in a process of its own."""
+
     def report(found: Found, options: Options) -> str:
         return f"recorded: {sum(map(len, found.values()))} runs"
 
@@ -213,13 +231,13 @@ def experiment(names: Sequence[str]) -> Experiment:
 
 
 def settings_of(name: str, seed: int, options: Options) -> dict[str, Any]:
-    """What a run is made from; rate, updates and steps stand in its name."""
+    """Return everything that a run is made from; rate, updates and steps are in its name."""
     arm = next(arm for arm in sorted(ARMS, key=len, reverse=True) if name.startswith(f"{arm} "))
     return {**asked(options), "name": name, "arm": ARMS[arm], "recipe": read_yaml(RECIPE)}
 
 
 def recorded(names: Sequence[str], seeds: Sequence[int], options: Options) -> Found:
-    """SystemExit: records are of other options."""
+    """Return the records of the runs ``names`` that the folder has. Raises SystemExit if they are of other options."""
     found = records(names, argparse.Namespace(folder=options.folder, seeds=seeds))
     for name, one in ((name, one) for name, runs in found.items() for one in runs):
         if (seen := {key: one.get(key) for key in asked(options)}) != asked(options):
@@ -229,7 +247,7 @@ def recorded(names: Sequence[str], seeds: Sequence[int], options: Options) -> Fo
 
 
 def report(found: Found, searched: Found, taken: Mapping[str, str], options: Options) -> None:
-    """Prints the tables, writes results.json and accuracy.png."""
+    """Print the tables, and write results.json and accuracy.png."""
     target = SHARE * fmean(map(final, found["stock"])) if "stock" in found else None
     if target is None:
         print("\nno target: `stock` has no measured run yet")
@@ -256,7 +274,8 @@ def report(found: Found, searched: Found, taken: Mapping[str, str], options: Opt
 
 
 def options_of(words: argparse.ArgumentParser) -> Options:
-    """SystemExit: an arm that there is not; rates chosen on a seed that is measured."""
+    """Return the options of the command line. Raises SystemExit for an unknown arm, or if the seed of the search is
+    among those that are measured."""
     words.add_argument("--steps", type=int, default=100)
     words.add_argument("--every", type=int, default=5, help="steps from one evaluation to the next")
     words.add_argument("--dense", type=int, default=20, help="until this step after each: the target is met early")

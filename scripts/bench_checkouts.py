@@ -1,10 +1,11 @@
 """The policy update of this checkout against that of another one (before a change), in turn, on ``bench_update.py``'s
 fixed rollouts.
 
-Each checkout runs in a process of its own, which stays; pairs alternate, so that a busy machine hits both. Seconds are
-the process's CPU seconds with one thread, which other jobs hardly move; peaks are of resident memory.
+    python scripts/bench_checkouts.py --before ../base [--pairs 4]    # about 10 minutes of a core
 
-    python scripts/bench_checkouts.py --before ../base [--pairs 4]
+Each checkout runs in one process of its own for all cells. The two take turns, so that a busy machine slows both.
+Printed is a line for each cell: CPU seconds of the update with one thread (which other jobs hardly change), their
+quotient, peaks of resident memory, and whether the two move the weights by the same length.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CELLS: dict[str, tuple[int, bool, dict[str, Any]]] = {
 
 
 def serve(folder: str) -> None:
-    """Run the cells that stdin names; one line of JSON each."""
+    """Run each cell that a line of stdin names, on the model in ``folder``, and answer with a line of JSON."""
     import time
 
     import bench_update
@@ -53,6 +54,7 @@ def serve(folder: str) -> None:
 
 
 def started(checkout: Path, folder: str) -> subprocess.Popen[str]:
+    """Start the process of a checkout, which serves cells. Exits if the process has imported other code."""
     paths = os.pathsep.join([str(checkout), str(HERE)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), "--serve", folder]
@@ -66,6 +68,7 @@ def started(checkout: Path, folder: str) -> subprocess.Popen[str]:
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Read the next line of a process; exits if the process has ended."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
@@ -75,6 +78,7 @@ def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def asked(process: subprocess.Popen[str], cell: str) -> dict[str, Any]:
+    """Let a process run a cell, and return its answer."""
     assert process.stdin is not None
     print(cell, file=process.stdin, flush=True)
     return answer(process)
@@ -116,6 +120,7 @@ def main() -> None:
 
 
 def row(cell: str, pairs: list[list[dict[str, Any]]]) -> str:
+    """Return a cell's line of the table; a pair holds the answers (before, now)."""
     ratios = [now["seconds"] / before["seconds"] for before, now in pairs]
     before, now = ([pair[side] for pair in pairs] for side in (0, 1))
     same = "equal" if {one["moved"] for one in before} == {one["moved"] for one in now} else "not equal"

@@ -1,20 +1,24 @@
 """Overlapped rollouts: a vLLM server on one core, the trainer on the other; the whole step, in one run.
 
+    python scripts/bench_overlap.py                  # two idle cores, about half an hour
+    python scripts/bench_overlap.py --tiny           # a check that it runs: three batches of a tiny model
+
+Compared are
+
     ours, rollout.overlap: 1    against    ours, synchronous    against    stock TRL at its best, synchronous
 
-Same model, prompts, completion length and sampler correction (`token_truncate`). Stock is ``trl.GRPOTrainer`` itself;
-its requests and weights take our client's way, since TRL's own needs NCCL. Its micro-batch is the fastest of those of
-``--micros``, each tried over two batches. A 64th of the vocabulary ends a completion,
-so that lengths vary. How long the update takes beside the generation is set by the dead groups of each batch, whose
-completions all get the same reward, and by the passes over it; what that comes to is measured on the synchronous side:
-generation g, weight sync s, the rest u. While weights go over neither side works, so the ideal of overlap is
-(g + u + s) / (max(g, u) + s).
+with the same model, prompts, completion length and sampler correction (`token_truncate`). Stock is
+``trl.GRPOTrainer`` itself; only its requests and weights go to the server by our client, since TRL's own needs NCCL.
+Its micro-batch is the fastest of ``--micros``, each tried over two batches. A 64th of the vocabulary ends a completion,
+so that lengths vary.
 
-The sides take turns ``--rounds`` times, each without its first two batches; medians, and the least and the most over
-the rounds.
+A cell ``DEAD:PASSES`` sets how long the update takes compared with the generation: by the number of dead groups in each
+batch (all their completions get the same reward) and by the passes over a batch. Both are measured on the synchronous
+side: generation g, weight sync s, the rest u. While weights are sent neither side works, so the ideal speed-up by
+overlap is (g + u + s) / (max(g, u) + s).
 
-    python scripts/bench_overlap.py                  # two idle cores, about half an hour
-    python scripts/bench_overlap.py --tiny           # does it run: two batches of a tiny model
+The sides take turns ``--rounds`` times; the first two batches of each turn are not counted. Printed are medians, with
+the smallest and the largest over the rounds.
 """
 
 from __future__ import annotations
@@ -51,21 +55,21 @@ SKIPPED = 2
 
 @dataclass
 class Times:
-    """Seconds of a generation batch: whole, of it generation where the trainer waits for it, of it weight sync."""
+    """Seconds of a generation batch: all of it, the part in which the trainer waits for generation, and weight sync."""
 
     batch: float
     generation: float
     sync: float
 
     def ideal(self) -> float:
-        """Seconds of a batch that is generated while another is trained on."""
+        """Return the seconds that a batch would take if the next one were generated while it is trained on."""
         rest = self.batch - self.generation - self.sync
         return max(self.generation, rest) + self.sync
 
 
 class Clock(TrainerCallback):
-    """Seconds a generation batch; those of them that its generation took where the trainer waits for it, and those of
-    its weight sync."""
+    """Callback that notes the seconds of each generation batch, of its generation (as long as the trainer waits for it)
+    and of its weight sync. ``passes``: optimizer steps of a batch."""
 
     def __init__(self, trainer: Any, passes: int) -> None:
         self.passes = passes
@@ -86,6 +90,7 @@ class Clock(TrainerCallback):
 
 
 def timed(owner: Any, name: str, seconds: list[float]) -> None:
+    """Make each call of ``owner.name`` append its duration to ``seconds``."""
     inner = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +104,7 @@ def timed(owner: Any, name: str, seconds: list[float]) -> None:
 
 
 class Reward:
-    """Share of odd tokens; of the first ``dead`` prompts of each batch of ``prompts`` always 1."""
+    """Reward: the share of odd tokens; always 1 for the first ``dead`` of the ``prompts`` in each batch."""
 
     __name__ = "odd_share"
 
@@ -112,7 +117,8 @@ class Reward:
 
 
 def trainer_of(side: str, folder: str, url: str, dead: int, passes: int, asked: argparse.Namespace, **more: Any) -> Any:
-    """A trainer of a side, with the settings ``more`` beside those of all sides."""
+    """Return the trainer of a side (``stock``, ``synchronous``, ``overlapped``), with ``more`` settings beside those of
+    all sides."""
     prompts = asked.prompts * asked.batches
     text = ["Tom has " + " and ".join(f"{(n * 7 + i) % 90} apples" for i in range(8)) for n in range(prompts)]
     rows = Dataset.from_dict({"prompt": text, "number": list(range(prompts))})
@@ -138,7 +144,7 @@ def trainer_of(side: str, folder: str, url: str, dead: int, passes: int, asked: 
 
 
 def seconds(side: str, folder: str, url: str, dead: int, passes: int, asked: argparse.Namespace, **more: Any) -> Times:
-    """Medians without the first batches."""
+    """Train a side once, and return its medians over the batches, without the first ones."""
     trainer = trainer_of(side, folder, url, dead, passes, asked, **more)
     clock = Clock(trainer, passes)
     trainer.train()
@@ -148,7 +154,8 @@ def seconds(side: str, folder: str, url: str, dead: int, passes: int, asked: arg
 
 
 def serve(model: Path, log: Path, port: int, context: int = 512) -> Server:
-    """On the last core; the trainer keeps the first. ``context``: tokens of a prompt and its completion."""
+    """Start a vLLM server on the last core, and leave the first one to the trainer. ``context``: most tokens of a
+    prompt with its completion."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[-1:])
     options = ServerOptions(str(model), port, EngineOptions(kv_cache_gib=0.5, max_model_len=context))
@@ -196,7 +203,7 @@ def main() -> None:
 
 
 def best_of_stock(cell: tuple[int, int], folder: str, url: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """The settings of stock's fastest batch; prints what was tried."""
+    """Return the settings with which stock's batch is fastest, and print what was tried."""
     short = argparse.Namespace(**{**vars(asked), "batches": 2})
 
     def batch(**settings: Any) -> float:
@@ -209,6 +216,7 @@ def best_of_stock(cell: tuple[int, int], folder: str, url: str, asked: argparse.
 
 
 def table(cell: str, folder: str, url: str, asked: argparse.Namespace) -> None:
+    """Measure a cell, and print a line of the table for each side."""
     dead, passes = map(int, cell.split(":"))
     settings: dict[str, dict[str, Any]] = {"synchronous": {}, "overlapped": {}}
     if cell in asked.stock:

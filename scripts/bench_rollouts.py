@@ -1,11 +1,13 @@
 """Rollouts: transformers' ``generate`` against vLLM, and one request with n = G against G requests, in one run.
 
-The same model, the same prompts (token lengths of real GSM8K questions) and the same number of tokens for every
-completion, so that all do equal work. vLLM's prompt tokens are counted in its own scheduler; transformers computes
-every padded prompt G times. Each way runs once to warm up and then ``--repeats`` times in turn; medians.
-
     python scripts/bench_rollouts.py                 # CPU, about 3 minutes on two cores
     python scripts/bench_rollouts.py --shape 0.5B    # on a GPU
+
+All ways use the same model, the same prompts (with the token lengths of real GSM8K questions) and the same number of
+tokens for every completion, so that they do equal work. Each way runs once to warm up, and then ``--repeats`` times in
+turn with the others. Printed are medians: seconds, new tokens a second, the speed-up against transformers, and the
+number of prompt tokens computed. vLLM's are counted in its own scheduler; transformers computes every padded prompt G
+times.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ GROUP = 8
 
 
 def questions(count: int, vocabulary: int) -> list[list[int]]:
-    """Random tokens, as many as real GSM8K questions have."""
+    """Return ``count`` prompts of random tokens, each as long as a real GSM8K question."""
     draw = torch.Generator().manual_seed(0)
     return [torch.randint(20, vocabulary, (LENGTHS[i][0],), generator=draw).tolist() for i in range(count)]
 
 
 class PromptTokens:
-    """Prompt tokens that vLLM's scheduler really computed since the last ``take``."""
+    """Counts the tokens that vLLM's scheduler has the engine compute."""
 
     def __init__(self, engine: Any) -> None:
         self.computed = 0
@@ -53,11 +55,15 @@ class PromptTokens:
         scheduler.schedule = counting
 
     def take(self, decoded: int) -> int:
+        """Return the number of prompt tokens computed since the last call: all tokens without the ``decoded`` ones."""
         computed, self.computed = self.computed, 0
         return computed - decoded
 
 
 def with_transformers(model: Any, prompts: list[list[int]], tokens: int) -> Callable[[], int]:
+    """Return a function that completes all prompts by ``generate``, and returns the number of prompt tokens
+    computed."""
+
     def generate() -> int:
         rows = [ids for ids in prompts for _ in range(GROUP)]
         ids, mask = padded(rows, 0, model.device, left=True)
@@ -75,6 +81,8 @@ def with_transformers(model: Any, prompts: list[list[int]], tokens: int) -> Call
 def with_engine(
     engine: Any, counter: PromptTokens, prompts: list[list[int]], tokens: int, folded: bool
 ) -> Callable[[], int]:
+    """Return a function that completes all prompts by vLLM, and returns the number of prompt tokens computed.
+    ``folded``: our engine makes one request with n = G of G equal prompts; else vLLM gets G requests."""
     from vllm import SamplingParams
 
     def generate() -> int:
@@ -117,7 +125,8 @@ def main() -> None:
 
 
 def measured(ways: dict[str, Callable[[], int]], repeats: int) -> dict[str, tuple[list[float], int]]:
-    """name → (seconds of each repeat, prompt tokens computed); the ways take turns."""
+    """Run all ways in turn, once to warm up and ``repeats`` times; return name → (seconds of each repeat, prompt tokens
+    computed)."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     prefill: dict[str, int] = {}
     for repeat in range(repeats + 1):
@@ -134,6 +143,7 @@ def measured(ways: dict[str, Callable[[], int]], repeats: int) -> dict[str, tupl
 def report(
     size: int, args: argparse.Namespace, prompts: list[list[int]], found: dict[str, tuple[list[float], int]]
 ) -> None:
+    """Print the machine, the sizes, and a line of the table for each way."""
     made = len(prompts) * GROUP * args.tokens
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(

@@ -1,7 +1,8 @@
-"""Stock at its best: the settings that leave stock's result alone and make it fastest, each tried once.
+"""Stock at its best: TRL's trainer with the settings that make it fastest and do not change its result.
 
-What moves stock's speed and not its result is the micro-batch (TRL pads its rows alike), gradient checkpointing (off in
-every benchmark) and Liger's kernels where they are installed.
+Three settings change its speed and not its result: the size of a micro-batch (TRL pads all rows alike), gradient
+checkpointing (off in every benchmark) and Liger's kernels (if they are installed). A benchmark tries each candidate
+once, and compares ours with the fastest. Not a command: the benchmarks import it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import torch
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest settings, and every try with its seconds."""
+    """The fastest settings, and the settings of every try, with its seconds under ``s``."""
 
     settings: dict[str, Any]
     tries: list[dict[str, Any]]
 
 
 def stock_at_its_best(candidates: Iterable[dict[str, Any]], seconds: Callable[..., float]) -> Best:
-    """Try each of ``candidates`` by ``seconds(**settings)``. What runs out of memory takes forever."""
+    """Try each of ``candidates`` once by ``seconds(**settings)``, and return the fastest. Settings that run out of
+    memory count as infinitely slow."""
     tries = []
     for settings in candidates:
         try:
@@ -36,7 +38,8 @@ def stock_at_its_best(candidates: Iterable[dict[str, Any]], seconds: Callable[..
 
 
 def micro_batches(rows: int, micros: Iterable[int]) -> list[dict[str, int]]:
-    """``rows`` of an optimizer step in micro-batches of each size, as the settings of a transformers trainer."""
+    """Return the settings of a transformers trainer that cut the ``rows`` of an optimizer step into micro-batches, for
+    each size in ``micros`` that divides them."""
     return [
         {"per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro}
         for micro in micros
@@ -45,7 +48,7 @@ def micro_batches(rows: int, micros: Iterable[int]) -> list[dict[str, int]]:
 
 
 def liger() -> list[dict[str, Any]]:
-    """Stock's settings without and, where they are installed, with Liger's kernels."""
+    """Return the settings to try about Liger's kernels: without them and, if they are installed, with them."""
     if find_spec("liger_kernel") is None:
         return [{}]
     return [{}, {"use_liger_kernel": True}]

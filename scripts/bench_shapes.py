@@ -1,4 +1,8 @@
-"""Models of the benchmarks: Qwen2 with random weights, shapes from the models' config.json; nothing is downloaded."""
+"""Models of the benchmarks: Qwen2 with random weights, in the shapes of real models and smaller ones.
+
+The shapes ``0.5B`` and ``1.5B`` are those of Qwen2.5's config.json; nothing is downloaded. Not a command: the
+benchmarks import it.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +56,14 @@ SHAPES = {
 
 
 def config_of(shape: str) -> Qwen2Config:
+    """Return the configuration of a shape in `SHAPES`."""
     return Qwen2Config(
         **SHAPES[shape], max_position_embeddings=2048, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1
     )
 
 
 def build(folder: Path, shape: str) -> int:
-    """Write a random model of ``shape`` into ``folder`` -> its number of parameters."""
+    """Write a random model of ``shape`` into ``folder``, and return its number of parameters."""
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config_of(shape))
     model.save_pretrained(folder)

@@ -1,13 +1,15 @@
 """Shared prompts: whole policy updates of stock TRL at its best, ours in bins of rows, and ours with each prompt once.
 
-Fixed rollouts of 8 groups, 5 of them dead (62%): prompts and completions of one cell's lengths (completions of half to
-all of it), the same weights and rewards on every side. Timed: everything of an optimizer step but generation; the first
-step is left out, sides take turns. Stock takes the micro-batch that is its fastest, each tried once. In every cell the
-first gradient of each side must be stock's to 1e-5.
-
     python scripts/bench_shared_prompts.py            # idle cores, about 10 minutes
-    python scripts/bench_shared_prompts.py --tiny     # does it run: two cells of a tiny model
+    python scripts/bench_shared_prompts.py --tiny     # a check that it runs: two cells of a tiny model
     python scripts/bench_shared_prompts.py --few-shot ../shared/data   # GSM8K rows behind eight solved ones instead
+
+All sides get the same weights, rewards and fixed rollouts of 8 groups, 5 of them dead (62%). A cell sets the length of
+prompts and of completions, which have half to all of that length. Timed is everything of an optimizer step but
+generation; the first step is left out, and the sides take turns. Stock takes the micro-batch that is its fastest, each
+tried once. The sides of ours are ``update.share_prompts`` ``off``, ``on`` and ``auto``. Printed is a line for each
+cell: seconds, their quotients, peak memory, and how far the first gradients are from stock's; above 1e-5 the script
+fails.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from grpo_lab.testing import tiny_tokenizer
 GROUPS, DEAD, AGREE = 8, 5, 1e-5
 SIDES = ("stock", "off", "on", "auto")
 MICROS = (2, 4, 8, 16, 32)
-#: tokens of a prompt, of a completion, completions of a group
+#: (tokens of a prompt, most tokens of a completion, completions of a group)
 CELLS = ((8, 256, 8), (64, 128, 8), (256, 256, 16), (1024, 128, 8))
 
 
 @dataclass
 class Cell(Rollouts):
-    """Rollouts of one length of prompts; completions of half to all of ``completion`` tokens."""
+    """Rollouts with prompts of one length, and completions of half to all of ``completion`` tokens."""
 
     prompt: int = 0
     completion: int = 0
@@ -58,9 +60,12 @@ class Cell(Rollouts):
 
 @dataclass
 class FewShot(Cell):
-    """Prompts are GSM8K's training rows behind eight solved ones, as the tokenizer cuts them; completions have the
-    lengths of real outputs. Tokens have the numbers 20, 21, … in place of the tokenizer's, so that the head is to this
-    model's layers what it is to a real one's: with all 151,669 it would be all of the work."""
+    """Rollouts whose prompts are GSM8K's training rows behind eight solved ones, and whose completions have the lengths
+    of real outputs.
+
+    Token ids are numbered anew from 20 on, so that the vocabulary is small. With the tokenizer's 151,669 tokens the LM
+    head would be nearly all of this small model's work, which it is not in a real model.
+    """
 
     prompts: tuple[list[int], ...] = ()
 
@@ -73,6 +78,7 @@ class FewShot(Cell):
 
 
 def few_shot(data: Path) -> FewShot:
+    """Return the cell of few-shot prompts, from a folder with ``gsm8k/`` and ``tokenizers/qwen3/``."""
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizers" / "qwen3")
     rows = load_gsm8k(data / "gsm8k", "train", "harness_gsm8k", shots=8).select(range(4 * GROUPS))
     ids = tokenizer(list(rows["prompt"]))["input_ids"]
@@ -83,6 +89,7 @@ def few_shot(data: Path) -> FewShot:
 
 
 def network(hidden: int, layers: int, vocabulary: int = len(tiny_tokenizer())) -> Any:
+    """Return a small Qwen2 with random weights, the same at every call."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
@@ -93,6 +100,8 @@ def network(hidden: int, layers: int, vocabulary: int = len(tiny_tokenizer())) -
 
 @dataclass
 class Measured:
+    """One training: seconds of each counted step, peak of memory in MiB above the start, and the first gradient."""
+
     seconds: list[float]
     peak: float
     gradient: torch.Tensor
@@ -101,7 +110,8 @@ class Measured:
 def measured(
     side: str, weights: dict[str, Any], size: tuple[int, int], cell: Cell, steps: int, **more: Any
 ) -> Measured:
-    """One training of a side, with the settings ``more`` beside those of all sides."""
+    """Train a side once, for ``steps`` counted steps after a first one. ``size``: hidden size and number of layers;
+    ``more``: settings beside those of all sides."""
     model = network(*size, cell.vocabulary)
     model.load_state_dict(weights)
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +134,7 @@ def measured(
 
 
 def line(cell: Cell, size: tuple[int, int], rounds: int, steps: int) -> dict[str, Any]:
-    """A cell's row of the table."""
+    """Measure a cell, and return its row of the table. Raises SystemExit if a side's first gradient is not stock's."""
     weights = network(*size, cell.vocabulary).state_dict()
 
     def seconds(**micro: int) -> float:

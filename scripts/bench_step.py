@@ -3,11 +3,14 @@
     python scripts/bench_step.py [--rounds 3] [--steps 8] [--start FOLDER] [--tiny]
     python scripts/bench_step.py --host [--rows 1024]   # what the host does within our update: planning, packing, …
 
-Both train `recipes/quickstart/dr_grpo.yaml`: same start, prompts, rewards, settings; TRL's ``loss_type: dr_grpo`` is
-the same objective. A third side is stock at its best: the micro-batch that is fastest of 32 completions to all of a
-step, each tried once. Rounds alternate; the first step of each is not counted. Before that both take three steps on the
-same draws (``rollout: {generate: stock}``), after which their weights must agree; with the draws that are measured,
-mean length and reward are printed beside the times, since a step costs what its completions cost.
+The sides train `recipes/quickstart/dr_grpo.yaml` with the same start, prompts, rewards and settings; TRL's
+``loss_type: dr_grpo`` is the same objective as ours. The third side is stock at its best: with the micro-batch that is
+the fastest, from 32 completions to all of a step's, each tried once. The sides take turns; the first step of each turn
+is not counted.
+
+First all take three steps on the same completions (ours by ``rollout: {generate: stock}``), after which their weights
+must agree; else the script fails. In the measured rounds completions differ, and a step costs what its completions
+cost. So their mean length and reward are printed beside the seconds of a step, by part, and the quotients.
 """
 
 from __future__ import annotations
@@ -39,14 +42,14 @@ from grpo_lab.trainer.supervised.methods import cold_start
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "dr_grpo.yaml"
 SECTIONS = ("name", "model", "data", "cold_start", "evaluation", "rewards", "objective")
-#: micro-batches of stock's that are tried: completions
+#: sizes of stock's micro-batch to try, in completions
 MICROS = (32, 64, 128, 256)
 #: a tenth of what one step of Adam may move a weight; other gradients than stock's move many by all of it
 AGREE = 3.0e-5
 
 
 class Stock(RankAwareTrainer):
-    """TRL's trainer, unchanged, whose loss is a named place, too."""
+    """TRL's trainer, unchanged but for a name of its loss, by which `Profile` finds the seconds of the update."""
 
     @named_place("update")
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +57,7 @@ class Stock(RankAwareTrainer):
 
 
 def started(folder: Path, tiny: bool) -> Path:
-    """The quick start's cold start, made where it is not there yet."""
+    """Return ``folder`` with the quick start's model after its cold start, which is trained if it is not there yet."""
     if (folder / "model.safetensors").is_file():
         return folder
     written = read_yaml(RECIPE)
@@ -68,8 +71,8 @@ def started(folder: Path, tiny: bool) -> Path:
 
 
 def built(trainer_class: type[Any], start: Path, rows: Dataset, **settings: Any) -> Any:
-    """The quick start's RL, about to train. ``settings``: beside the recipe's. A ``trainer_class`` of TRL's gets the
-    same objective in TRL's words."""
+    """Return a trainer of the quick start's RL. ``settings`` go before the recipe's. A ``trainer_class`` of TRL's gets
+    the same objective in TRL's settings."""
     written = {name: value for name, value in read_yaml(RECIPE).items() if name not in SECTIONS}
     common = written | {"report_to": "none", "disable_tqdm": True, "top_k": 0} | settings
     args: Any
@@ -87,7 +90,7 @@ def built(trainer_class: type[Any], start: Path, rows: Dataset, **settings: Any)
 
 
 def trained(kind: str, start: Path, rows: Dataset, steps: int, **more: Any) -> tuple[Any, Profile]:
-    """A trainer after ``steps`` steps, and where their time went."""
+    """Train ``steps`` steps; return the trainer, and where their time went."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {"output_dir": folder, "max_steps": steps, **more}
         trainer = built(Stock if kind == "stock" else LabTrainer, start, rows, **settings)
@@ -98,16 +101,17 @@ def trained(kind: str, start: Path, rows: Dataset, steps: int, **more: Any) -> t
 
 
 def training_rows() -> Dataset:
-    """The recipe's problems."""
+    """Return the recipe's training problems."""
     return load_rows(read(DataSection, read_yaml(RECIPE)["data"], "data"), "data")
 
 
 def logged(trainer: Any, name: str) -> float:
+    """Return the mean of a logged metric over the counted steps."""
     return fmean(line[name] for line in trainer.state.log_history[1:] if name in line)
 
 
 def host(start: Path, rows: Dataset, options: argparse.Namespace) -> None:
-    """Print what the host does within our update."""
+    """Train ours alone, and print where the host's time goes within the update."""
     _, profile = trained("ours", start, rows, options.steps + 1, per_device_train_batch_size=options.rows)
     parts = by_part(profile.seconds, options.steps)
     print(as_table({"ours": parts}, options.steps))
@@ -115,7 +119,8 @@ def host(start: Path, rows: Dataset, options: argparse.Namespace) -> None:
 
 
 def refuse_another_training(start: Path, rows: Dataset, best: dict[str, Any]) -> float:
-    """The largest distance between weights of stock and of the other two after three steps on the same draws."""
+    """Train stock, stock at its best and ours for three steps on the same completions, and return the largest distance
+    of a weight from stock's. Raises SystemExit if it is more than `AGREE`."""
     stock, _ = trained("stock", start, rows, 3)
     stock_at_best, _ = trained("stock", start, rows, 3, **best)
     ours, _ = trained("ours", start, rows, 3, rollout={"generate": "stock"})
@@ -131,7 +136,7 @@ def refuse_another_training(start: Path, rows: Dataset, best: dict[str, Any]) ->
 
 
 def compare(start: Path, rows: Dataset, options: argparse.Namespace) -> None:
-    """Print the step of each side by part, and the ratios."""
+    """Measure all sides, and print the seconds of a step by part, and the quotients."""
 
     def seconds(**settings: int) -> float:
         _, profile = trained("stock", start, rows, options.steps + 1, **settings)

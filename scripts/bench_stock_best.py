@@ -1,17 +1,19 @@
 """The policy update against stock TRL at its best: settings of stock's that leave its result alone are searched.
 
-A cell is a share of dead groups and a mean length of completions. In each stock takes one step with every micro-batch
-of ``--micros``: TRL pads all rows of a generation batch alike, so its speed depends on that alone, beside gradient
-checkpointing (TRL's default; off here) and Liger's kernels (where they are installed). The fastest is *stock at its
-best*. Then stock as TRL sets it up, stock at its best and ours, in its default bins, take turns ``--repeats`` times.
-
     make bench-stock-best                        # CPU: four cells
     python scripts/bench_stock_best.py --quick   # a check that it runs
     python scripts/bench_stock_best.py --gpu     # Qwen2.5's 0.5B shape, bf16
 
-Printed: seconds of a step with their spread over the repeats, the ratios with theirs, live tokens a second, the share
-of this device's own matrix products that the live tokens' operations are (MFU of live tokens), peak memory; the least
-that the step takes on paper, by operations and by bytes; and whether the gradients are equal.
+A cell is a share of dead groups and a mean length of completions. In each cell stock takes one step with every
+micro-batch of ``--micros``, without gradient checkpointing (TRL's default), and without and with Liger's kernels if
+they are installed. Nothing else changes its speed, since TRL pads all rows of a generation batch alike. The fastest is
+*stock at its best*. Then stock with TRL's default settings, stock at its best and ours in its default bins take turns
+``--repeats`` times.
+
+Printed for each cell and side: seconds of a step and their quotients, with the spread over the repeats; live tokens a
+second; the operations of the live tokens as a share of this device's own matrix products (MFU of live tokens); peak
+memory. Further the least seconds that a step takes on paper, by its operations and by the bytes it moves, and how far
+the gradients are apart.
 """
 
 from __future__ import annotations
@@ -43,7 +45,16 @@ DEFAULTS = {"micro": 8, "gradient_checkpointing": True}
 
 @dataclass
 class Cell:
-    """Runs of one share of dead groups and one mean length."""
+    """One share of dead groups and one mean length of completions, with its runs.
+
+    Attributes:
+        args: options of the command line.
+        folder: the model.
+        shape: name of the model's shape.
+        dead: number of dead groups.
+        length: mean length of completions, in tokens.
+        searched: the settings of stock that were tried, with their seconds.
+    """
 
     args: argparse.Namespace
     folder: Path
@@ -53,11 +64,12 @@ class Cell:
     searched: list[dict[str, Any]] = field(default_factory=list)
 
     def side(self, kind: type, micro: int, **more: Any) -> Side:
+        """Train one step with a trainer class, micro-batches of ``micro`` rows and ``more`` settings."""
         asked = argparse.Namespace(**{**vars(self.args), "micro": micro, "checkpointing": False})
         return run(kind, self.folder, asked, self.dead, False, "sgd", max_completion_length=4 * self.length, **more)
 
     def search(self) -> dict[str, Any]:
-        """The fastest of stock's settings; ``searched`` has them all."""
+        """Return the fastest of stock's settings, and note all tries in ``searched``."""
         micros = [micro for micro in self.args.micros if self.args.rows % micro == 0]
         candidates = [{"micro": micro, **more} for more in liger() for micro in micros]
         best = stock_at_its_best(candidates, lambda **settings: self.side(GRPOTrainer, **settings).seconds)
@@ -65,7 +77,8 @@ class Cell:
         return best.settings
 
     def measured(self, peak_flops: float, peak_bytes: float) -> dict[str, Any]:
-        """The cell's row of the table."""
+        """Measure all sides, and return the cell's row of the table. The arguments are the device's own rates, in
+        operations and in bytes a second (`rates`)."""
         best = self.search()
         ways = {
             "stock": (GRPOTrainer, DEFAULTS),
@@ -101,17 +114,19 @@ class Cell:
 
 
 def apart(one: Side, other: Side) -> float:
+    """Return the distance of two gradients, relative to the length of the second."""
     return float((one.gradient.double() - other.gradient.double()).norm() / other.gradient.double().norm())
 
 
 def lengthen(to: int) -> None:
-    """Completions of the real lengths, times what makes their mean ``to`` tokens."""
+    """Scale the real lengths of completions so that their mean is ``to`` tokens, for all rollouts after the call."""
     times = to / mean(completion for _, completion in LENGTHS)
     bench_update_sides.LENGTHS = [(prompt, max(1, round(times * completion))) for prompt, completion in LENGTHS]
 
 
 def rates(device: str, dtype: torch.dtype) -> tuple[float, float]:
-    """Operations a second of a product of matrices here, bytes a second of a copy: the best of five."""
+    """Measure a device: operations a second of a matrix product, and bytes a second of a copy, each the best of
+    five."""
     side = 4096 if device == "cuda" else 1024
     a = torch.randn(side, side, device=device, dtype=dtype)
     large = torch.empty(2**26, device=device)
@@ -120,6 +135,7 @@ def rates(device: str, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def fastest(work: Any) -> float:
+    """Return the seconds of the fastest of five calls, after one to warm up."""
     seconds = []
     for _ in range(6):
         bench_update_sides.synchronize()

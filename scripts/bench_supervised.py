@@ -1,12 +1,13 @@
 """Supervised training: TRL's ``SFTTrainer`` against ours, on the cold starts of three recipes, alternating in one run.
 
-Both sides get the same model, rows and settings; a third is stock at its best: the rows of a step in the micro-batches
-that are fastest of 8 to all of them, each tried over a fifth of the steps. Timed, each by itself: rows of messages
-become tokens; the optimizer steps. Checked: the gradient, by the weights after one step of SGD (the larger distance to
-stock's over the length of the step), and the losses of the whole training.
-
     make bench-supervised                             # three recipes, 100 steps, three times each: 10 minutes
     python scripts/bench_supervised.py --steps 5 --rounds 1 --rows 640
+
+All sides get the same model, rows and settings. The third side is stock at its best: with the micro-batch that is the
+fastest, from 8 rows to all of a step's, each tried over a fifth of the steps. Tokenizing and the optimizer steps are
+timed each by itself. Printed is a line for each recipe: seconds, their quotients, and two checks. ``gradients``: after
+one step of SGD, the largest distance of a side's weights from stock's, over the length of stock's step. ``losses
+apart``: the largest difference of a logged loss between stock and ours.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ ONE_STEP = {
     "max_steps": 1, "optim": "sgd", "warmup_steps": 0, "lr_scheduler_type": "constant", "logging_steps": 1,
     "weight_decay": 0.0, "max_grad_norm": 0.0, "learning_rate": 10.0,
 }  # fmt: skip
-"""A step so long that the rounding of the weights says nothing beside it."""
+"""Settings of one step of SGD, so long that the rounding of the weights is negligible beside it."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """Seconds of tokenizing and of training; all weights in one row; the logged losses."""
+    """One training: seconds of tokenizing and of the steps, all weights in one row, and the logged losses."""
 
     tokens_s: float
     training_s: float
@@ -54,10 +55,12 @@ class Side:
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
+    """Return all weights of a model in one row, in float64."""
     return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
 
 
 def stock(model: Any, tokenizer: Any, rows: Dataset, settings: dict[str, Any]) -> Side:
+    """Train by TRL's ``SFTTrainer``, whose constructor tokenizes the rows."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         args = SFTConfig(output_dir=folder, **settings)
@@ -69,6 +72,7 @@ def stock(model: Any, tokenizer: Any, rows: Dataset, settings: dict[str, Any]) -
 
 
 def ours(model: Any, tokenizer: Any, rows: Dataset, settings: dict[str, Any]) -> Side:
+    """Train by our `train_by`."""
     at: list[float] = [time.perf_counter()]
     trainers: list[Any] = []
 
@@ -85,10 +89,12 @@ def ours(model: Any, tokenizer: Any, rows: Dataset, settings: dict[str, Any]) ->
 
 
 def losses_of(trainer: Any) -> list[float]:
+    """Return all losses that a trainer has logged."""
     return [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
 
 
 def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all sides on a recipe's cold start, and return its row of the table."""
     recipe = yaml.safe_load((Path(__file__).parents[1] / "recipes" / name).read_text())
     written = {**recipe["cold_start"], "data": {**recipe["cold_start"]["data"], "n": args.rows}}
     section = read(ColdStartSection, written, "cold_start")
@@ -133,7 +139,7 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratios(one: list[float], other: list[float]) -> list[float]:
-    """Of each round."""
+    """Return the quotients of two lists of seconds, round by round."""
     return [a / b for a, b in zip(one, other, strict=True)]
 
 

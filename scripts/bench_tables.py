@@ -8,20 +8,22 @@ from typing import Any
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Columns in the order in which rows name them; an empty cell where a row has none."""
+    """Return rows (column → value) as a Markdown table. Columns stand in the order in which rows first name them; a
+    cell is empty if its row lacks the column."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     return "\n".join(lines + ["| " + " | ".join(shown(row.get(name, "")) for name in names) + " |" for row in rows])
 
 
 def shown(value: Any) -> str:
+    """Return a value as the text of a table's cell; a float gets two digits after the point."""
     if not isinstance(value, float):
         return str(value).replace("|", "\\|").replace("\n", " ")
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:,.2f}"
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, and the least and the most where there are several."""
+    """Return the median of measurements as text; for several of them also the smallest and the largest."""
     middle = f"{median(values):.3g}"
     if len(values) == 1:
         return middle

@@ -4,12 +4,14 @@
     python scripts/bench_turns.py --tool async       # the same tool as a coroutine
     python scripts/bench_turns.py --tokenizer /work/shared/data/tokenizers/qwen3
 
-A random model of Qwen3's architecture in float32 samples at temperature 1, each request from a generator of its own
-(vLLM's ``seed``), so that both sides draw the same tokens; all of them are drawn. Such a model writes no words, so what
-it calls is read from its tokens, by one rule for both sides: three turns of four call a tool, which sleeps 0.05 to 1 s,
-skewed (0.05 + 0.95 u⁴; u from a hash of the call). Everything else is the trainers' own: prompts, template, tokens of
-the answers, masks. The clock runs over TRL's ``_generate``, in a second batch; the first one warms up. Printed: seconds
-and rollouts a second of each side, their ratio, and how many trajectories are equal (messages, tokens, mask).
+A random model of Qwen3's architecture in float32 samples at temperature 1. Each request has a random generator of its
+own (vLLM's ``seed``), so that both sides draw the same tokens. Such a model writes no words, so its tool calls are read
+from its tokens by a rule, the same for both sides: three turns of four call a tool. The tool sleeps 0.05 to 1 s, seldom
+long (0.05 + 0.95 u⁴, with u from a hash of the call). Everything else is the trainers' own: prompts, template, tokens
+of the answers, masks.
+
+TRL's ``_generate`` is timed in the second batch; the first one warms up. Printed are seconds and rollouts a second of
+each side, their quotient, and how many trajectories are equal in messages, tokens and mask.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ stock_parse = grpo_trainer.parse_response
 
 
 def seconds_of(a: int, b: int) -> float:
-    """Seconds that a call takes: 0.05 to 1, few of them long."""
+    """Return the seconds that a call takes: 0.05 to 1, seldom long, and always the same for the same arguments."""
     share = zlib.crc32(f"{a},{b}".encode()) / 2**32
     return 0.05 + 0.95 * share**4
 
@@ -75,7 +77,8 @@ TOOLS = {"sync": look_up, "async": look_up_async}
 
 
 def parser_of(tool: str) -> Any:
-    """Return what reads a turn's message from its tokens, in the place of TRL's ``parse_response``."""
+    """Return a function in the place of TRL's ``parse_response``, which reads a turn's message, with its call of a
+    tool, from the turn's tokens."""
 
     def parsed(tokenizer: Any, ids: list[int], prefix: list[int], **named: Any) -> dict[str, Any]:
         text = tokenizer.decode(ids)
@@ -91,7 +94,7 @@ def parser_of(tool: str) -> Any:
 
 
 class Timed(LabTrainer):
-    """Notes how long each generation takes, and what it returned."""
+    """Trainer that notes how long each generation takes, and what it returns: ``batches`` holds a pair for each."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         self.batches: list[tuple[float, list[Any]]] = []
@@ -106,6 +109,7 @@ class Timed(LabTrainer):
 
 
 def saved_model(folder: Path, tokenizer: str | None) -> Path:
+    """Save a small random Qwen3 with Qwen3's chat template into ``folder``; 4% of the tokens end a turn."""
     model, words = tiny_model(
         "qwen3", hidden_size=64, num_heads=2, num_layers=2, max_positions=4096, initializer_range=0.2,
         tokenizer=tokenizer,
@@ -119,7 +123,8 @@ def saved_model(folder: Path, tokenizer: str | None) -> Path:
 
 
 def generated(model: Path, out: Path, asked: argparse.Namespace, turns: Any) -> tuple[float, list[Any]]:
-    """Train two batches; return the second's seconds and trajectories."""
+    """Train two batches, and return seconds and trajectories of the second one. ``turns``: the settings
+    ``rollout.turns``; None: TRL's own loop."""
     rollout: dict[str, Any] = {"verify_every": 0, "engine": {"kv_cache_gib": 0.5, "max_model_len": 2048}}
     if turns is not None:
         rollout["turns"] = turns

@@ -1,15 +1,19 @@
 """The policy update: stock ``trl.GRPOTrainer`` against ours, alternating in one run, on fixed rollouts.
 
-Both sides get the same model, the same completions (token lengths of real GSM8K model outputs) and the same rewards, of
-which a set share of groups is dead. Timed: everything between two optimizer steps except generation (scripted) and
-decoding. Checked: the first step's gradient and the weights' movement after the steps under SGD are the same; AdamW's
-is reported. The floor is a plain Hugging Face forward and backward over exactly the live tokens, packed without
-padding. Rows without a gradient (``update.silent_rows``) are kept and left out in turn, in steps that are stale.
-
     make bench-update                       # CPU, about 15 minutes on two cores
     python scripts/bench_update.py --quick  # a check that it runs
     python scripts/bench_update.py --only-silent
     python scripts/bench_update.py --gpu    # Qwen2.5-0.5B and 1.5B shapes, bf16, gradient checkpointing on and off
+
+Both sides get the same model, the same completions (with the token lengths of real GSM8K model outputs) and the same
+rewards, with a given share of dead groups. Timed is everything between two optimizer steps except generation (which is
+scripted) and decoding. Printed are tables:
+
+- by share of dead groups: seconds, speed-up, memory, tokens computed, and the distance from stock of the first gradient
+  and of the weights' movement under SGD (and AdamW). *Floor*: a plain Hugging Face forward and backward over exactly
+  the live tokens, packed without padding.
+- the same with log-probs of the sampler and importance correction, and with two updates of each batch of completions
+- rows without a gradient (``update.silent_rows``), kept and left out in turn, in updates on stale completions
 """
 
 from __future__ import annotations
@@ -33,12 +37,13 @@ from grpo_lab import LabTrainer
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the distance of two tensors, relative to the length of the second."""
     return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)).item()
 
 
 def further_gain(folder: Path, args: argparse.Namespace, dead: int) -> str:
-    """What the correction adds to the speed-up: plain and corrected in turn on each side, medians (single runs vary by
-    a tenth)."""
+    """Measure how much the importance correction adds to the speed-up, and return it as a sentence. Each side runs with
+    and without it in turn, and medians are compared: single runs vary by a tenth."""
     seconds: dict[tuple[type, bool], list[float]] = {}
     for kind, repeats in ((GRPOTrainer, args.repeats), (LabTrainer, args.floor_repeats)):
         for _ in range(repeats):
@@ -53,8 +58,8 @@ def further_gain(folder: Path, args: argparse.Namespace, dead: int) -> str:
 
 
 def compare_reused(folder: Path, args: argparse.Namespace, dead: int) -> dict[str, Any]:
-    """Two updates with each batch of completions (`num_iterations` 2): old log-probs have to be computed before the
-    first."""
+    """Compare the sides with two updates of each batch of completions (`num_iterations` 2), where old log-probs have to
+    be computed before the first; return the row of the table."""
     twice = {"num_iterations": 2, "max_steps": 2 * max(1, args.steps // 2)}
     stock, ours = (run(kind, folder, args, dead, False, "sgd", **twice) for kind in (GRPOTrainer, LabTrainer))
     return {
@@ -64,7 +69,8 @@ def compare_reused(folder: Path, args: argparse.Namespace, dead: int) -> dict[st
     }  # fmt: skip
 
 
-#: GSPO with its authors' clip; bounds at which the sampler's noise rejects a part of the rows
+#: Settings in which part of the rows has no gradient: STALE is GSPO with its authors' clip, after updates on the same
+#: batch; REJECTED has bounds of the correction at which the sampler's noise rejects rows.
 OURS = {"loss_type": None, "scale_rewards": None}  # the objective says them
 STALE = {**OURS, "objective": "gspo", "epsilon": 3e-4, "epsilon_high": 4e-4}
 REJECTED = {**OURS, "objective": "dapo", "vllm_importance_sampling_mode": "sequence_mask"}
@@ -72,8 +78,9 @@ REJECTED |= {"vllm_importance_sampling_clip_min": 0.99, "num_iterations": 2, "ma
 
 
 def compare_silent(folder: Path, args: argparse.Namespace, dead: int) -> list[dict[str, Any]]:
-    """With and without rows that have no gradient (``update.silent_rows``), in turn: medians of the seconds of one
-    step, after as many updates on its batch as its staleness says. ``movement``: of all steps so far."""
+    """Compare ours with rows that have no gradient kept and left out (``update.silent_rows``), in turn; return the rows
+    of the table. Seconds are medians of one update, after ``updates before`` others on the same batch; ``movement`` is
+    the distance of the weights' movements in all updates so far."""
     rows = []
     kinds = [
         *(("clipped", STALE | {"num_iterations": 1 + n, "max_steps": 1 + n}, n, False) for n in (1, 4)),
@@ -96,8 +103,8 @@ def compare_silent(folder: Path, args: argparse.Namespace, dead: int) -> list[di
 
 
 def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) -> dict[str, Any]:
-    """Stock and ours in turn, ``args.repeats`` times, then ours and the floor in turn, ``args.floor_repeats`` times;
-    medians."""
+    """Run stock and ours in turn, ``args.repeats`` times, and then ours and the floor in turn, ``args.floor_repeats``
+    times; return the row of the table, with medians."""
     stock, ours = [], []
     for _ in range(args.repeats):
         stock.append(run(GRPOTrainer, folder, args, dead, corrected, "sgd"))
@@ -127,7 +134,7 @@ def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) 
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Seconds of the update by share of dead groups: stock, ours, and the floor as a mark."""
+    """Draw the seconds of the update by share of dead groups: bars for stock and ours, a mark for the floor."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -173,7 +180,7 @@ def arguments() -> argparse.Namespace:
 
 
 def bench(folder: Path, args: argparse.Namespace, name: str, parameters: int) -> dict[str, Any]:
-    """All tables of one model, printed as they come."""
+    """Measure and print all tables of one model, and return their rows."""
     if args.only_silent:
         rows = compare_silent(folder, args, 0)
         print(f"\n### {name}\n\n{table(rows)}", flush=True)

@@ -1,5 +1,9 @@
 """The two sides of ``bench_update`` and the floor: fixed rollouts, one timed training run, plain Hugging Face on live
-tokens."""
+tokens.
+
+Not a command: the benchmarks of the update import it. `run` trains one side on `Rollouts` with a `Watch` on it; `floor`
+times the least that an update can do.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,24 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_tokenizer
 
 LENGTHS = json.loads((Path(__file__).parent / "gsm8k_token_lengths.json").read_text())["pairs"]
+"""Pairs (tokens of a GSM8K question, tokens of a real model's output)."""
 GROUP = 8
 
 
 @dataclass
 class Rollouts:
-    """Fixed completions: row r of generation c has the length of a real output; rewards kill the first groups.
-    ``period``: after so many generations the same come again."""
+    """Fixed completions in the place of TRL's generation (its ``rollout_func``): random tokens, with the lengths of
+    real prompts and outputs.
+
+    Attributes:
+        rows: completions of a generation batch.
+        dead: number of groups at the beginning of a batch whose rewards are all the same.
+        vocabulary: number of token ids to draw from.
+        sampler: model that computes log-probs as an engine would report them; None: none are reported.
+        calls: number of generation batches so far.
+        group: completions of a prompt.
+        period: number of generation batches after which the same ones come again; None: never.
+    """
 
     rows: int
     dead: int
@@ -46,6 +61,7 @@ class Rollouts:
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": self._sampler_logps(made)}
 
     def row(self, call: int, row: int) -> tuple[list[int], list[int]]:
+        """Return the token ids of prompt and completion of a row, in generation batch number ``call``."""
         call = call % self.period if self.period else call
         group = call * (self.rows // self.group) + row // self.group
         prompt = LENGTHS[group % len(LENGTHS)][0]
@@ -57,7 +73,8 @@ class Rollouts:
 
     @torch.no_grad()
     def _sampler_logps(self, made: list[tuple[list[int], list[int]]]) -> list[list[float]] | None:
-        """As an engine with slightly other arithmetic would report them: the start model's plus small noise."""
+        """Return log-probs as an engine with slightly other arithmetic would report them: the sampler model's, plus a
+        small noise."""
         if self.sampler is None:
             return None
         found = []
@@ -70,8 +87,8 @@ class Rollouts:
 
 
 class Watch(TrainerCallback):
-    """Seconds of each optimizer step without generation, and the first gradient (``keep_gradient``: its copying is
-    timed)."""
+    """Callback that notes the seconds of each optimizer step without generation and, if ``keep_gradient``, the first
+    gradient, whose copying is timed, too."""
 
     def __init__(self, keep_gradient: bool = True) -> None:
         self.seconds: list[float] = []
@@ -80,6 +97,7 @@ class Watch(TrainerCallback):
         self.gradient: torch.Tensor | None = None
 
     def leaves_out_generation(self, trainer: Any) -> None:
+        """Make the trainer's generation count its seconds, so that they are left out."""
         generate = trainer._generate
 
         def timed_generate(prompts: list[Any]) -> Any:
@@ -104,11 +122,13 @@ class Watch(TrainerCallback):
 
 
 def synchronize() -> None:
+    """Wait until the GPU, if there is one, has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def reset_peak() -> None:
+    """Give free memory back, and begin to measure its peak anew."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -119,6 +139,7 @@ def reset_peak() -> None:
 
 
 def peak_mib() -> float:
+    """Return the peak of memory since `reset_peak`, in MiB: of the GPU's or, without one, of the process's resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
@@ -127,7 +148,17 @@ def peak_mib() -> float:
 
 @dataclass
 class Side:
-    """``each``: seconds of every optimizer step; ``silent``: the share of silent rows in it, where it is logged."""
+    """The measurements of one training run.
+
+    Attributes:
+        seconds: of all optimizer steps together, without generation.
+        peak: peak of memory in MiB.
+        gradient: the first step's, in one row.
+        moved: difference of the weights after and before the training, in one row.
+        tokens: number of tokens that went through the model, padding included.
+        each: seconds of each optimizer step.
+        silent: share of rows without a gradient in each step; empty if it is not logged.
+    """
 
     seconds: float
     peak: float
@@ -141,8 +172,17 @@ class Side:
 def run(
     kind: type, folder: Path, args: argparse.Namespace, dead: int, corrected: bool, optim: str, **extra: Any
 ) -> Side:
-    """One training run of ``kind``; same seed, rollouts and rewards for every kind. None in ``extra`` leaves a setting
-    out."""
+    """Train once with a trainer class ``kind``; seed, rollouts and rewards are the same for every kind.
+
+    Args:
+        kind: ``GRPOTrainer`` or ``LabTrainer``.
+        folder: the model.
+        args: options of the command line: rows, micro, steps, gpu, checkpointing.
+        dead: number of dead groups.
+        corrected: whether log-probs of a sampler are reported and corrected for.
+        optim: name of the optimizer.
+        extra: further settings; None leaves a setting out.
+    """
     gc.collect()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if args.gpu else torch.float32)
@@ -168,8 +208,8 @@ def run(
 def trainer_of(
     kind: type, model: torch.nn.Module, rollouts: Rollouts, arguments: dict[str, Any], watch: Watch, **more: Any
 ) -> Any:
-    """A trainer on fixed rollouts and rewards, with the watch on it; ``more``: further words of the trainer
-    (``peft_config``)."""
+    """Return a trainer with fixed rollouts and rewards, and the watch on it. ``arguments``: its settings; ``more``:
+    further arguments of its constructor (``peft_config``)."""
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [
@@ -193,13 +233,14 @@ def trainer_of(
 
 
 def tokens_computed(trainer: Any, rollouts: Rollouts) -> list[float]:
-    """Tokens of each generation batch that went through the model, padding counted: ours logs them, stock computes
-    every row padded to the longest prompt and completion."""
+    """Return the number of tokens of each generation batch that went through the model, padding included. Ours logs
+    them; stock computes every row padded to the longest prompt and the longest completion."""
     logged = [row["update/tokens_computed"] for row in trainer.state.log_history if "update/tokens_computed" in row]
     return logged or [float(padded_tokens(rollouts, call)) for call in range(rollouts.calls)]
 
 
 def settings(folder: Path, args: argparse.Namespace, optim: str) -> dict[str, Any]:
+    """Return the settings that all sides share."""
     return {
         "output_dir": str(folder / "out"), "per_device_train_batch_size": args.micro,
         "gradient_accumulation_steps": args.rows // args.micro, "num_generations": GROUP, "max_completion_length": 512,
@@ -212,20 +253,22 @@ def settings(folder: Path, args: argparse.Namespace, optim: str) -> dict[str, An
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
+    """Return all weights of a model in one row, in float32 on the CPU."""
     return torch.cat([p.detach().reshape(-1).float().cpu() for p in model.parameters()])
 
 
 def padded_tokens(rollouts: Rollouts, call: int) -> int:
+    """Return the number of tokens of a generation batch with all rows padded to the longest prompt and completion."""
     made = [rollouts.row(call, r) for r in range(rollouts.rows)]
     return rollouts.rows * (max(len(p) for p, _ in made) + max(len(c) for _, c in made))
 
 
 def floor(folder: Path, args: argparse.Namespace, dead: int) -> float:
-    """Seconds of plain forward + backward on exactly the live tokens, the LM head on completion tokens only, as ours
-    has it.
+    """Return the seconds of a plain forward and backward on exactly the live tokens, with the LM head on completion
+    tokens only, as ours has it.
 
-    Sequences are concatenated into rows of the longest live row's length with positions that start anew, so that
-    attention is block-diagonal and no position is padding (the last row of a batch may be short).
+    Sequences are joined to rows as long as the longest live one. Positions start anew with each sequence, so that
+    attention stays inside of sequences, and hardly any position is padding.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if args.gpu else torch.float32)
     model = model.to("cuda" if args.gpu else "cpu").train()
@@ -251,9 +294,11 @@ def floor(folder: Path, args: argparse.Namespace, dead: int) -> float:
 
 
 def packed(live: list[tuple[list[int], list[int]]], budget: int) -> list[tuple[torch.Tensor, ...]]:
-    """First-fit decreasing into rows as long as the longest sequence; full rows are batched up to ``budget`` tokens.
+    """Join sequences to rows as long as the longest one (first-fit decreasing), and rows to batches of at most
+    ``budget`` tokens. ``live`` is sorted, the longest first.
 
-    Gives (ids, positions, targets) a batch; a target stands where its token is predicted, −100 elsewhere.
+    Returns (ids, positions, targets) of each batch, each ``[rows, tokens]``. A target stands where its token is
+    predicted, and −100 elsewhere.
     """
     width = sum(map(len, live[0]))
     rows: list[list[tuple[list[int], list[int]]]] = []
@@ -269,10 +314,12 @@ def packed(live: list[tuple[list[int], list[int]]], budget: int) -> list[tuple[t
 
 
 def filled(row: list[tuple[list[int], list[int]]]) -> int:
+    """Return the number of tokens in a row of sequences."""
     return sum(len(prompt) + len(completion) for prompt, completion in row)
 
 
 def laid_out(rows: list[list[tuple[list[int], list[int]]]]) -> tuple[torch.Tensor, ...]:
+    """Return (ids, positions, targets) of a batch of rows, padded on the right."""
     longest = max(map(filled, rows))
     columns: tuple[list[list[int]], ...] = ([], [], [])
     for row in rows:

@@ -3,15 +3,18 @@ verdict compared.
 
     python scripts/bench_verify.py [--rounds 3] [--call 64] [--data ../shared/data]
 
-Both sides judge the same texts in the same order, in calls of ``--call`` completions, each side in a process of its
-own, in turn. GSM8K outputs end in ``A: 18``, which TRL does not read: there the last line becomes ``The answer is
-$\\boxed{18}$`` for both. A question has four outputs there; in ``gsm8k, 8 each`` every one stands twice, as in a group
-of eight that repeats itself. Golds stand between dollars, for TRL reads no bare LaTeX.
+All sides judge the same texts in the same order, in calls of ``--call`` completions, each side in a process of its own,
+in turn. Only the calls are timed. Before them come imports, the reward's construction, and for TRL one call on another
+row, which builds math-verify's tables. Ours starts cold (``cold``), or with the warm-up that ``LabTrainer`` gives it
+while a model loads (``warm``).
 
-What is in the clock: the calls. Before it: imports, the reward's construction, and for TRL one call on another row,
-which builds math-verify's tables; ours starts cold (``cold``), or with the warm-up that ``LabTrainer`` gives it while a
-model loads (``warm``). Nearly all real answers are decided without a worker; in ``math, workers only`` that path is
-off, so that worker processes judge them all.
+GSM8K outputs end in ``A: 18``, which TRL does not read: there the last line becomes ``The answer is $\\boxed{18}$`` for
+all sides. A question has four outputs; in ``gsm8k, 8 each`` every one stands twice, as in a group of eight that repeats
+itself. Reference answers stand between dollars, since TRL reads no bare LaTeX. Nearly all real answers are decided
+without a worker process; in ``math, workers only`` that path is off, so that workers judge them all.
+
+Printed is a line for each set of outputs, with the seconds of the first call and of all, and below it each verdict in
+which the two differ.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ Rows = list[tuple[str, str]]
 
 
 def rows_of(name: str, data: Path) -> Rows:
-    """(completion, gold) of a set."""
+    """Return (completion, reference answer) of all rows of a set."""
     with open(data / _FILES[name], encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     pairs = [(row["output_text"], f"${row['gold_answer']}$") for row in rows]
@@ -50,11 +53,13 @@ def rows_of(name: str, data: Path) -> Rows:
 
 
 def _boxed(text: str) -> str:
+    """Return an output of GSM8K with its last answer in a box."""
     head, marker, answer = text.rpartition("A: ")
     return f"{head}The answer is $\\boxed{{{answer.strip()}}}$" if marker else text
 
 
 def trl_side() -> Callable[[Rows], list[float | None]]:
+    """Return a function that judges rows by TRL's reward, warmed up."""
     from trl.rewards import accuracy_reward
 
     def call(rows: Rows) -> list[float | None]:
@@ -66,6 +71,8 @@ def trl_side() -> Callable[[Rows], list[float | None]]:
 
 
 def our_side(rows: Rows, warm: bool, fast_path: bool) -> Callable[[Rows], list[float | None]]:
+    """Return a function that judges rows by our reward. ``fast_path``: whether answers may be decided without a
+    worker."""
     from grpo_lab.rewards import AccuracyReward
 
     reward = AccuracyReward(fast_path=fast_path)
@@ -81,7 +88,7 @@ def our_side(rows: Rows, warm: bool, fast_path: bool) -> Callable[[Rows], list[f
 
 
 def one_side(side: str, name: str, data: Path, size: int) -> dict[str, Any]:
-    """Seconds of the first call and of all, and the verdicts, in this process."""
+    """Judge a set in this process; return the seconds of the first call and of all, and the verdicts."""
     rows = rows_of(name, data)
     call = trl_side() if side == "trl" else our_side(rows, side == "warm", "workers only" not in name)
     seconds, verdicts = [], []
@@ -93,7 +100,7 @@ def one_side(side: str, name: str, data: Path, size: int) -> dict[str, Any]:
 
 
 def measured(side: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """`one_side` in a new process."""
+    """Return `one_side` of a new process."""
     command = [sys.executable, __file__, "--side", side, "--name", name, "--call", str(arguments.call)]
     done = subprocess.run(
         [*command, "--data", str(arguments.data)], check=True, stdout=subprocess.PIPE, text=True, timeout=900
@@ -102,7 +109,7 @@ def measured(side: str, name: str, arguments: argparse.Namespace) -> dict[str, A
 
 
 def report(name: str, runs: dict[str, list[dict[str, Any]]], rows: Rows) -> str:
-    """A table row, then the verdicts that differ."""
+    """Return a set's line of the table, and a line for each verdict that differs. Fails if our sides differ."""
 
     def seconds(side: str, key: str) -> list[float]:
         return [run[key] for run in runs[side]]

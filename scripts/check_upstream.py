@@ -4,10 +4,10 @@
     python scripts/check_upstream.py 1.13.0 --diff   # with the changed code, method by method
     python scripts/check_upstream.py --wheel FILE --base 1.15.0
 
-Reads both releases as text (AST, comments and docstrings left out), and of ours what is imported from ``trl``,
-overridden, called and read. Prints one line a name: ``same``, ``body`` (other code under the same signature),
-``signature``, ``gone``. Exit code: 0 nothing that we rely on has moved; 1 code moved under names that stand; 2 a name
-or signature is another.
+It reads both releases as text (their syntax trees, without comments and docstrings), and from our code which names of
+``trl`` we import, override, call and read. Printed is a line for each name that is not the same: ``body`` (other code
+under the same signature), ``signature`` or ``gone``; then the counts, and what a user of that release reads. Exit code:
+0 if nothing that we rely on has moved; 1 if code has changed under the same names; 2 if a name or a signature has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GONE = "gone"
 
 
 class Release:
-    """One unpacked TRL: its top-level classes, functions and constants by name."""
+    """One unpacked release of TRL: its top-level classes, functions and constants by name."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class Release:
                     self.found.setdefault(defined, []).append((module, node))
 
     def get(self, name: str, module: str = "trl") -> ast.stmt | None:
-        """The definition of ``name``, the one in ``module`` (or nearest below it) where several files have one."""
+        """Return the definition of ``name`` in ``module`` or, if it has none, in a module below it; else None."""
         places = self.found.get(name, [])
         inside = [node for where, node in places if where == module]
         aside = ".experimental" if ".experimental" not in module else " "
@@ -55,13 +55,13 @@ class Release:
         return next(iter(inside or below), None)
 
     def has(self, name: str, module: str) -> bool:
-        """Whether ``from module import name`` can work: defined there or below it, or ``name`` is a module."""
+        """Return whether ``from module import name`` can work: ``name`` is defined there or below, or is a module."""
         return self.get(name, module) is not None or any(
             where == f"{module}.{name}" for places in self.found.values() for where, _ in places
         )
 
     def method(self, kind: str, name: str) -> Definition | None:
-        """``kind.name``, through the bases that are TRL's."""
+        """Return the method ``name`` of a class, its own or that of a base in TRL; None if there is none."""
         node = self.get(kind)
         if not isinstance(node, ast.ClassDef):
             return None
@@ -72,7 +72,7 @@ class Release:
         return next((found for base in bases if (found := self.method(base, name))), None)
 
     def attributes(self, kind: str) -> set[str]:
-        """What the class and its bases of TRL define or assign to ``self``."""
+        """Return the names that a class and its bases in TRL define or assign to ``self``."""
         node = self.get(kind)
         if not isinstance(node, ast.ClassDef):
             return set()
@@ -85,6 +85,7 @@ class Release:
 
 
 def _top_level(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, also those under a condition."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If | ast.Try):  # names that stand under a condition
             yield from _top_level(node)
@@ -93,6 +94,7 @@ def _top_level(tree: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _names(node: ast.stmt) -> list[str]:
+    """Return the names that a statement defines."""
     if isinstance(node, Definition):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -100,11 +102,12 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _is_self(node: ast.Attribute) -> bool:
+    """Return whether an attribute is assigned to ``self``."""
     return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 def code(node: ast.stmt | None) -> str:
-    """The code without docstrings (``ast`` drops comments)."""
+    """Return the text of a definition without docstrings and comments."""
     if node is None:
         return ""
     copy = ast.parse(ast.unparse(node))
@@ -115,12 +118,14 @@ def code(node: ast.stmt | None) -> str:
 
 
 def parameters(node: ast.stmt | None) -> str:
+    """Return the signature of a function as text; "" for anything else."""
     return ast.unparse(node.args) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One name that we rely on, in the two releases."""
+    """What became of a name that we rely on: ``why`` we do, its ``state`` (one of `ORDER`) and the ``diff`` of its
+    code."""
 
     name: str
     why: str
@@ -129,6 +134,7 @@ class Finding:
 
 
 def compared(name: str, why: str, old: ast.stmt | None, new: ast.stmt | None, releases: tuple[str, str]) -> Finding:
+    """Compare a definition in two releases, whose names are ``releases``."""
     before, after = code(old), code(new)
     if before == after and new is not None:
         return Finding(name, why, "same")
@@ -139,7 +145,7 @@ def compared(name: str, why: str, old: ast.stmt | None, new: ast.stmt | None, re
 
 
 def imports_of_trl() -> set[tuple[str, str]]:
-    """``(module, name)`` of everything that grpo_lab imports from ``trl``."""
+    """Return (module, name) of everything that grpo_lab imports from ``trl``."""
     found = set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -149,7 +155,7 @@ def imports_of_trl() -> set[tuple[str, str]]:
 
 
 def our_subclasses(release: Release) -> Iterator[tuple[str, str]]:
-    """``(class of TRL, method)`` that a class of ours overrides or calls through ``super()``."""
+    """Yield (class of TRL, method) for each method of TRL that a class of ours overrides."""
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.ClassDef):
@@ -160,6 +166,7 @@ def our_subclasses(release: Release) -> Iterator[tuple[str, str]]:
 
 
 def findings(old: Release, new: Release) -> list[Finding]:
+    """Compare everything that we rely on in two releases."""
     names, pair = runpy.run_path(str(BRIDGE / "names.py")), (f"trl {old.name}", f"trl {new.name}")
     result = [
         Finding(f"{module}.{name}", "imported", "same" if new.has(name, module) else GONE)
@@ -180,7 +187,7 @@ def findings(old: Release, new: Release) -> list[Finding]:
 
 
 def _fields(old: Release, new: Release) -> Iterator[Finding]:
-    """Settings of ``GRPOConfig`` that went, came, or have another type or default."""
+    """Yield the settings of ``GRPOConfig`` that are gone, are new, or have another type or default."""
     before, after = (_settings(release) for release in (old, new))
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
@@ -189,6 +196,7 @@ def _fields(old: Release, new: Release) -> Iterator[Finding]:
 
 
 def _settings(release: Release) -> dict[str, str]:
+    """Return setting of ``GRPOConfig`` → its type and default as text."""
     node = release.get("GRPOConfig")
     assert isinstance(node, ast.ClassDef), f"trl {release.name} has no GRPOConfig"
     found = {}
@@ -201,7 +209,8 @@ def _settings(release: Release) -> dict[str, str]:
 
 
 def unpacked(version: str, wheel: str | None, into: Path) -> Path:
-    """The folder ``trl`` of a release: from a wheel, from the index, or the installed one."""
+    """Unpack a release, from a wheel on disk or downloaded by pip, and return its folder ``trl``. Exits with a message
+    if that fails."""
     if wheel is None:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(into), f"trl=={version}"]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -221,6 +230,7 @@ def unpacked(version: str, wheel: str | None, into: Path) -> Path:
 
 
 def installed() -> tuple[Path, str]:
+    """Return the folder and the version of the installed TRL."""
     spec = find_spec("trl")
     if spec is None or spec.origin is None:
         sys.exit("no trl is installed to compare with; name one with --base")
@@ -230,7 +240,7 @@ def installed() -> tuple[Path, str]:
 
 
 def verdict_for_users(version: str) -> str:
-    """What whoever installs grpo_lab beside this release reads."""
+    """Return what somebody reads who installs grpo_lab beside this release of TRL and imports it."""
     try:
         runpy.run_path(str(BRIDGE / "names.py"))["refuse_untested"](version)
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""What MkDocs does to our pages on the way to the site (``hooks`` of mkdocs.yml).
+"""Hooks of MkDocs (``hooks`` of mkdocs.yml), which change our pages on their way to the site.
 
-Pages are written to be read in the repository: a link may leave ``docs/``, and a list may follow its sentence without
-an empty line. The site has only ``docs/``, and its Markdown wants the line. So pages from elsewhere are taken in, links
-between the two are written anew, and the line is put in. Nothing is written back.
+Pages are written to be read in the repository: a link may lead out of ``docs/``, and a list may follow its sentence
+without an empty line. The site has only ``docs/``, and its Markdown needs the empty line. So some pages from outside
+are added, links to and from them are rewritten, and empty lines are inserted. No file of the repository is changed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _NEEDS = re.compile(r"^( *)<!--\s*needs:\s*([\w-]+)\s*-->$", re.M)
 
 
 def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from outside of ``docs/`` to the site."""
     root = Path(config.config_file_path).parent
     for source, place in FROM_OUTSIDE.items():
         files.append(File.generated(config, place, content=(root / source).read_text(encoding="utf-8")))
@@ -41,6 +42,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Return the text of a page as the site needs it."""
     root = Path(config.config_file_path).parent
     place = page.file.src_uri
     source = next((home for home, there in FROM_OUTSIDE.items() if there == place), f"docs/{place}")
@@ -49,7 +51,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def rewritten(link: re.Match[str], source: str, place: str, root: Path) -> str:
-    """A link of the repository as a link of the site; what leads to no page of either is left for MkDocs to refuse."""
+    """Return a link of the repository as a link of the site. A link that leads to no page of the site stays as it is,
+    for MkDocs to refuse."""
     target = Path(os.path.normpath(root / Path(source).parent / link["target"]))
     if not target.exists() or not target.is_relative_to(root):
         return link[0]
@@ -63,7 +66,8 @@ def rewritten(link: re.Match[str], source: str, place: str, root: Path) -> str:
 
 
 def with_empty_lines(markdown: str) -> str:
-    """An empty line before a list or table that follows a sentence, as GitHub reads it; fences are left alone."""
+    """Insert an empty line before each list or table that follows a sentence, where GitHub needs none. Fenced code
+    stays as it is."""
     lines: list[str] = []
     fenced = False
     for line in markdown.split("\n"):
@@ -77,6 +81,7 @@ def with_empty_lines(markdown: str) -> str:
 
 
 def _begins(line: str, before: str) -> bool:
+    """Return whether ``line`` begins a list or a table, after the line ``before``."""
     if line.startswith("|"):
         return not before.startswith("|")
     return bool(_ITEM.match(line)) and not _ITEM.match(before) and not before.startswith((" ", "#"))

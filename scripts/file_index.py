@@ -1,7 +1,9 @@
-"""The file index, docs/files.md, made from the first clause of every module of grpo_lab.
+"""Make the file index, docs/files.md, from the docstrings of all modules of grpo_lab.
 
-python scripts/file_index.py            write it between its two marks
-python scripts/file_index.py --check    exit 1 where it is not what the modules say
+    python scripts/file_index.py            # writes the index between its two marks
+    python scripts/file_index.py --check    # exits with 1 if the page is not what the modules say
+
+A file's line is the first sentence of its module's docstring, or the first clause of a long one.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ PAGE = ROOT / "docs" / "files.md"
 MARKS = ("<!-- file index: make docs-index -->", "<!-- end of the file index -->")
 
 
-#: words of a first sentence that stands whole in the index; a longer one ends with its first clause
+#: number of words up to which a first sentence stands whole in the index; a longer one is cut behind its first clause
 MOST = 9
-#: a clause that says more of what stands before it: the index leaves it out
+#: where a clause begins that only adds to what stands before it, and is left out
 MORE = re.compile(
     r"; | \((?!`)|, (?:which|whose|where|wherever|as|so|by|in|on|for|from|made|set|after|until|before|during|since)\b"
     r"|, (?:how|if|or|each|but|charged|judged|described|ready|wait)\b"
@@ -26,14 +28,14 @@ MORE = re.compile(
 
 
 def first_sentence(path: Path) -> str:
-    """The first sentence of a module's docstring, in a line."""
+    """Return the first sentence of a module's docstring, in one line."""
     said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     line = said.partition("\n\n")[0].replace("\n", " ").replace("``", "`")
     return re.split(r"(?<=[.?!]) (?=[A-Z`])", line, maxsplit=1)[0]
 
 
 def first_clause(path: Path) -> str:
-    """The first sentence of a module's docstring, without the clauses behind the first."""
+    """Return the first sentence of a module's docstring, without the clauses behind the first if it is long."""
     sentence = first_sentence(path)
     if len(sentence.split()) <= MOST:
         return sentence
@@ -51,12 +53,13 @@ def first_clause(path: Path) -> str:
 
 
 def _whole(text: str) -> bool:
-    """Whether every bracket and every backtick of ``text`` is closed."""
+    """Return whether every bracket and every backtick in ``text`` is closed."""
     return text.count("`") % 2 == 0 and all(text.count(a) == text.count(b) for a, b in ("()", "{}"))
 
 
 def index(package: Path) -> str:
-    """A list a room: each file with the first clause of its docstring. A room's ``__init__`` is its heading."""
+    """Return the index as Markdown: a list for each room, with a line for each file. The docstring of a room's
+    ``__init__`` stands above its list."""
     lines: list[str] = []
     rooms = sorted({path.parent for path in package.rglob("*.py")})
     for room in rooms:
@@ -73,7 +76,7 @@ def index(package: Path) -> str:
 
 
 def page_with(text: str, made: str) -> str:
-    """``text`` with ``made`` between the marks."""
+    """Return the page ``text`` with ``made`` between its marks."""
     before, _, rest = text.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     return f"{before}{MARKS[0]}\n\n{made}\n{MARKS[1]}{after}"

@@ -1,14 +1,14 @@
-"""What this machine does with stock TRL and with ours: parity, shared prompts, engines, resume, sharding, whole steps.
+"""Check this machine with stock TRL and with ours: parity, shared prompts, engines, resume, sharding, whole steps.
 
     make gpu-check                                   # one GPU, 240 s: runs/gpu_check.json and runs/gpu_check.md
-    python scripts/gpu_check.py --resume runs/gpu_check.json         # what has no verdict yet; the rest is kept
+    python scripts/gpu_check.py --resume runs/gpu_check.json         # only what has no verdict yet; the rest is kept
     python scripts/gpu_check.py --tiny               # small models, also on a CPU: a check that it runs
     python scripts/gpu_check.py --only "parity, fp32" engine --budget 120
 
-Every section has a process and a limit of its own, at which it is ended without the others noticing; the results are
-written after each. Those whose seconds are no result run side by side; then the timed ones, alone, the most telling
-first, as far as the budget goes. Models have random weights in the shapes of Qwen2.5; nothing is downloaded. Exit code
-1 where a section failed, broke or was ended.
+The check is made of sections. Each runs in a process of its own and has a time limit, at which it is ended; the others
+go on. Sections that measure no time run side by side. Then the timed ones run one by one, the most telling first, as
+far as the budget goes. Results are written after each section, and the page is printed at the end. Models have random
+weights in the shapes of Qwen2.5; nothing is downloaded. The exit code is 1 if a section failed, broke or was ended.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace, record: Record) -> list[Section]:
-    """Sections by their own name or a tag, without those that an earlier check has answered."""
+    """Return the sections that are asked for by name or by tag, without those that an earlier check has answered."""
     return [
         section
         for section in SECTIONS
@@ -71,7 +71,7 @@ def chosen(args: argparse.Namespace, record: Record) -> list[Section]:
 
 
 def started(args: argparse.Namespace, device: str) -> Record:
-    """The record that this check writes into, with what an earlier one has."""
+    """Return the record that this check writes into, with the results of the earlier check that ``--resume`` names."""
     from gpu_checks.device import device_name
 
     told = {"made": now(), "form": "tiny" if args.tiny else "full", "device": device, "device_name": device_name()}
@@ -81,7 +81,7 @@ def started(args: argparse.Namespace, device: str) -> Record:
 
 
 def check(args: argparse.Namespace) -> Record:
-    """All sections asked for; the results are in the file after each of them."""
+    """Run all sections that are asked for, and return the record; its file is written after each section."""
     began = time.monotonic()
     import torch
 
@@ -109,13 +109,14 @@ def check(args: argparse.Namespace) -> Record:
 
 
 def import_what_forks_share(sections: Sequence[Section]) -> None:
-    """What does not import is said by the section that needs it."""
+    """Import the modules of sections, so that forked processes share them. An error is left to the section itself."""
     for section in sections:
         with contextlib.suppress(Exception):
             import_module(section.run.partition(":")[0])
 
 
 def end(number: int, _: Any) -> None:
+    """Exit at a signal, in an orderly way."""
     sys.exit(128 + number)
 
 

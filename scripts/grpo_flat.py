@@ -2,9 +2,9 @@
 
     python scripts/grpo_flat.py --model MODEL --data gsm8k/train.jsonl --method dr_grpo --steps 100
 
-It reads in the order in which a step happens: draw questions, sample G answers to each, score them, compare within the
-group, push. What is left out against the library: other losses, several ranks, vLLM, leaving dead rows out, resume.
-``tests/reference/test_grpo_flat.py`` holds its losses and weights against ``LabTrainer``'s on the same completions.
+It stands in the order of a step: draw questions, sample G answers to each, score them, compare them within their group,
+update the weights. It prints a line for each step, and saves the model. The library has more: other losses, ranks,
+vLLM, resume. ``tests/reference/test_grpo_flat.py`` compares it with ``LabTrainer`` on the same completions.
 
 GRPO: DeepSeekMath, arXiv 2402.03300, eq. 3 and §4.1.2. Dr.GRPO: arXiv 2503.20783, §3.2. KL estimators: Schulman, 2020.
 """
@@ -54,7 +54,8 @@ class Settings:
 
 
 def questions(path: str, count: int, seed: int) -> Iterator[list[dict[str, str]]]:
-    """``count`` rows a step, shuffled anew each epoch; a question is a prompt and its gold answer."""
+    """Yield ``count`` questions for each step, shuffled anew in each epoch, with their ``prompt`` and ``gold``
+    answer."""
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     rows = [{"prompt": PROMPT.format(**row), "gold": row["answer"].split("####")[-1].strip()} for row in rows]
     if len(rows) < count:
@@ -71,7 +72,7 @@ def questions(path: str, count: int, seed: int) -> Iterator[list[dict[str, str]]
 
 @torch.no_grad()
 def sample(model: Any, tokenizer: Any, prompts: list[list[int]], s: Settings) -> list[list[int]]:
-    """One answer to each prompt, up to and with the end token (or cut at the limit)."""
+    """Sample one answer to each prompt; return its tokens, up to and with the end token (or cut at the limit)."""
     width = max(map(len, prompts))
     ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
@@ -92,7 +93,7 @@ def until_end(row: list[int], ends: set[int]) -> list[int]:
 
 
 def accuracy(text: str, gold: str) -> float:
-    """1 where the last number after ``####`` is the gold answer, else 0."""
+    """Return 1 if the last number after ``####`` is the gold answer, else 0."""
     found = re.findall(r"####\s*\$?(-?[\d,]*\.?\d+)", text)
     return float(bool(found) and float(found[-1].replace(",", "")) == float(gold.replace(",", "")))
 
@@ -101,8 +102,7 @@ def accuracy(text: str, gold: str) -> float:
 
 
 def advantages(rewards: Tensor, s: Settings) -> Tensor:
-    """``[N]``: a reward against the others of its group. GRPO divides by the group's standard deviation, Dr.GRPO does
-    not."""
+    """Return each reward less its group's mean, ``[N]``; GRPO divides by the group's standard deviation, too."""
     group = rewards.double().view(-1, s.group)
     centred = group - group.mean(1, keepdim=True)
     if s.method == "grpo":
@@ -114,7 +114,7 @@ def advantages(rewards: Tensor, s: Settings) -> Tensor:
 
 
 def log_probs(model: Any, prompts: list[list[int]], answers: list[list[int]], s: Settings) -> tuple[Tensor, Tensor]:
-    """log π of each answer token ``[B, T]``, nats, and which of them are real."""
+    """Return log π of each answer token in nats, and a mask of those that are no padding, both ``[B, T]``."""
     rows = [torch.tensor(p + a) for p, a in zip(prompts, answers, strict=True)]
     length, width = max(map(len, rows)), max(map(len, answers))
     ids = torch.stack([pad(row, (0, length - len(row))) for row in rows]).to(model.device)
@@ -128,7 +128,7 @@ def log_probs(model: Any, prompts: list[list[int]], answers: list[list[int]], s:
 
 
 def kl(estimator: str, policy: Tensor, reference: Tensor) -> Tensor:
-    """KL(π‖π_ref) of each sampled token: k1 = −x, k2 = x²/2, k3 = eˣ − x − 1 with x = log π_ref − log π."""
+    """Estimate KL(π‖π_ref) at each sampled token: k1 = −x, k2 = x²/2, k3 = eˣ − x − 1 with x = log π_ref − log π."""
     x = reference - policy
     return {"k1": -x, "k2": x.square() / 2, "k3": x.exp() - x - 1}[estimator]
 
@@ -139,7 +139,8 @@ def kl(estimator: str, policy: Tensor, reference: Tensor) -> Tensor:
 def loss_of(
     new: Tensor, old: Tensor, reference: Tensor | None, advantage: Tensor, mask: Tensor, rows: int, s: Settings
 ) -> Tensor:
-    """Share of some answers in the step's loss: clipped push per token, β·KL, averaged as the method says."""
+    """Return what B answers add to the loss of a step with ``rows`` answers: the clipped surrogate of each token plus
+    β·KL, averaged as the method says. ``new``, ``old``, ``reference`` (log-probs) and ``mask`` are ``[B, T]``."""
     ratio = (new - old).exp()
     push = advantage[:, None] * ratio
     limited = advantage[:, None] * ratio.clamp(1 - s.epsilon, 1 + s.epsilon)
@@ -157,7 +158,7 @@ def loss_of(
 
 @dataclass
 class Batch:
-    """What stays fixed while the answers of a step are trained on: N rows, groups one after the other."""
+    """What stays fixed while the N answers of a step are trained on; ``old``, ``reference``: log-probs of `chunks`."""
 
     prompts: list[list[int]]
     answers: list[list[int]]
@@ -170,7 +171,7 @@ class Batch:
 def prepare(
     model: Any, reference: Any, prompts: list[list[int]], answers: list[list[int]], rewards: list[float], s: Settings
 ) -> Batch:
-    """Log-probs before anything moves, KL in the reward, and the comparison within groups."""
+    """Compute the log-probs before the weights move, the rewards less their KL (if it is in them), and advantages."""
     old: list[Tensor] = []
     ref: list[Tensor | None] = []
     paid = torch.tensor(rewards, dtype=torch.float64)
@@ -187,7 +188,7 @@ def prepare(
 
 
 def update(model: Any, optimizer: Any, batch: Batch, s: Settings) -> float:
-    """One optimizer step on the whole batch, some rows at a time → its loss."""
+    """Take one optimizer step on the whole batch, some rows at a time, and return its loss."""
     total = 0.0
     for place, rows in enumerate(chunks(len(batch.answers), s.rows_at_once)):
         new, mask = log_probs(model, [batch.prompts[i] for i in rows], [batch.answers[i] for i in rows], s)

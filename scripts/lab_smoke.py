@@ -1,12 +1,13 @@
-"""Every preset and every trainer trains some steps from the quick start's cold start: does it run, is its loss finite,
-does it move the weights?
+"""Train every preset and every trainer for some steps from the quick start's cold start: does it run, is its loss
+finite, does it move the weights?
 
-    make lab-smoke                              # 30 steps each, one table -> runs/lab_smoke/table.md
+    make lab-smoke                              # 30 steps each, about 10 minutes: runs/lab_smoke/table.md
     python scripts/lab_smoke.py --only gspo KimiTrainer --steps 5
 
-Presets are read from the table of objectives, trainers from what the package offers, so a new one joins by itself. The
-cold start is made once and kept. This shows that everything runs; which of them is better is another question
-(grpo-lab lab).
+Presets are taken from the table of objectives and trainers from what the package offers, so a new one is tested without
+a change here. The cold start is made once and kept. The table is printed after each run; the script fails if a run
+broke, had a loss that is not finite, or did not move the weights. It does not show which is better: for that there is
+``grpo-lab lab``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from grpo_lab.recipe.sections import read_recipe
 
 QUICK = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "dr_grpo.yaml"
 ROWS = 64
-"""Completions an optimizer step: 8 problems x 8."""
+"""Completions of an optimizer step: 8 for each of 8 problems."""
 HEADS = ("name", "loss finite", "reward first", "reward last", "tokens, k", "dead share", "weights moved", "seconds")
 
 
@@ -57,8 +58,8 @@ def main() -> None:
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Name → what a recipe says to mean it: presets by ``objective``, trainers by ``trainer`` (they bring their
-    objective and rewards)."""
+    """Return name → the settings of a recipe that choose it: ``objective`` for a preset, ``trainer`` for a trainer,
+    which brings its own objective and rewards."""
     offered = {name: getattr(grpo_lab, name) for name in grpo_lab.__all__}
     trainers = [
         name
@@ -72,7 +73,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def smoke(name: str, start: Path, args: argparse.Namespace, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """One line of the table; ``error`` in it where the run broke."""
+    """Train one preset or trainer, and return its line of the table, with ``error`` if the run broke."""
     output, began = args.folder / name, time.perf_counter()
     changes = {**extra, **cases()[name], "model": {"path": str(start)}, "cold_start": None, "evaluation": None}
     changes |= {"output_dir": str(output), "name": name, "max_steps": args.steps, "per_device_train_batch_size": ROWS}
@@ -87,7 +88,7 @@ def smoke(name: str, start: Path, args: argparse.Namespace, extra: Mapping[str, 
 
 
 def seen_in(output: Path, start: Path) -> dict[str, Any]:
-    """What the log and the weights say."""
+    """Return a line's values from a run's metrics and weights. ``start``: the model that the run began with."""
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     made = [row for row in steps if "completions/mean_length" in row]
@@ -104,7 +105,7 @@ def seen_in(output: Path, start: Path) -> dict[str, Any]:
 
 
 def sound(line: Mapping[str, Any]) -> bool:
-    """It ran, with finite losses, and the weights are others and numbers."""
+    """Return whether a run ended without an error, with finite losses, and with weights that are finite and moved."""
     return (
         "error" not in line
         and line["loss finite"]
@@ -114,12 +115,14 @@ def sound(line: Mapping[str, Any]) -> bool:
 
 
 def as_text(lines: list[dict[str, Any]]) -> str:
+    """Return the table as Markdown."""
     return markdown(
         [*HEADS, "error"], [[*(cell(head, line.get(head)) for head in HEADS), line.get("error", "")] for line in lines]
     )
 
 
 def cell(head: str, value: Any) -> str:
+    """Return the value in the column ``head`` as text; FAILED if there is none."""
     if value is None:
         return "FAILED"
     if isinstance(value, bool):

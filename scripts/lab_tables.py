@@ -1,8 +1,16 @@
-"""Measured tables of labs into the pages that show them, between the marks ``<!-- lab NAME: begin -->`` and
-``<!-- lab NAME: end -->`` in docs/labs/, docs/algorithms/ and the sorting lab's page. Their figures go into
-docs/images, a line of each into docs/measured.md, and what each run of a lab ended with into docs/labs_records.json.
+"""Copy the measured tables of labs into the pages that show them.
 
-python scripts/lab_tables.py [RUNS]     RUNS: runs/labs. Of every NAME with RUNS/NAME/table.md; other blocks stay
+    python scripts/lab_tables.py [RUNS]     # RUNS: the folder of the labs' results, runs/labs by default
+
+For every lab NAME with a file RUNS/NAME/table.md,
+
+- the table goes between the marks ``<!-- lab NAME: begin -->`` and ``<!-- lab NAME: end -->`` in docs/labs/,
+  docs/algorithms/ and the sorting lab's page,
+- its figure goes into docs/images,
+- a line goes into docs/measured.md,
+- and what each of its runs ended with goes into docs/labs_records.json.
+
+What the pages show of other labs stays as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ PAGES = (
     *(f"{room}/{page.name}" for room in ("labs", "algorithms") for page in sorted((ROOT / "docs" / room).glob("*.md"))),
     "../recipes/lab/sorting/README.md",
 )
-"""Below docs/."""
+"""The pages that show tables, as paths from docs/."""
 MEASURED, RECORDS = ROOT / "docs" / "measured.md", ROOT / "docs" / "labs_records.json"
 KEPT = ("seed", "before", "after", "process_seconds")
 BLOCK = re.compile(r"(<!-- lab ([\w/-]+): begin -->\n)(.*?)(?=<!-- lab \2: end -->)", re.DOTALL)
@@ -31,18 +39,18 @@ SAID = {
     "capability_bases": "depth 4: pass@1; pass@128",
     "capability_losses": "depth 4: pass@1; pass@128",
 }
-"""Lab → the column of its table that docs/measured.md shows, where that is not the first."""
+"""Lab → the column of its table that docs/measured.md shows, if it is not the first behind arm and seeds."""
 SEEDS = re.compile(r" \([\d., -]+\)$")
 """The values of single seeds at the end of a cell, or of a difference between arms."""
 
 
 def pages() -> dict[str, str]:
-    """Page below docs/ → its text."""
+    """Return page (a path from docs/) → its text."""
     return {page: (ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES}
 
 
 def page_with(text: str, runs: Path) -> str:
-    """``text`` with each table that there is below ``runs`` in its block."""
+    """Return the page ``text`` with each table that exists in ``runs`` put into its block."""
 
     def block(found: re.Match[str]) -> str:
         table = runs / found[2] / "table.md"
@@ -56,13 +64,13 @@ AT_EQUAL_TOKENS = re.compile(r"\nAfter [\d.,]+ k generated tokens:\n\n(?:\|.*\n)
 
 
 def column_said(name: str, heads: list[str]) -> int:
-    """Which column of a lab's table is its main result."""
+    """Return the index of the column of a lab's table that holds its main result."""
     return heads.index(SAID.get(name, heads[2]))
 
 
 def seeds_once(name: str, text: str) -> str:
-    """The main table of the lab ``name`` with single seeds in its main column alone, so that a page can be read; those
-    of the others are in docs/labs_records.json. The table at equal tokens is left to the figure."""
+    """Return the table of the lab ``name`` as a page shows it: values of single seeds stand in the main column only
+    (the others are in docs/labs_records.json), and the table at equal tokens is left out, since the figure shows it."""
     main_column: int | None = None
     lines = []
     for number, line in enumerate(AT_EQUAL_TOKENS.sub("", text).splitlines()):
@@ -80,14 +88,19 @@ def seeds_once(name: str, text: str) -> str:
 
 
 def minutes(runs_of: dict[str, list[dict[str, Any]]]) -> str:
-    """Of all cells of a lab, one after the other: two side by side take half."""
+    """Return the minutes that all runs of a lab took one after another, as text; – if a run's time is unknown."""
     seconds = [run["process_seconds"] for runs in runs_of.values() for run in runs]
     return f"{sum(seconds) / 60:.0f}" if seconds and None not in seconds else "–"
 
 
 def measured_with(text: str, shown: dict[str, str], kept: dict[str, Any]) -> str:
-    """``text`` with a line for each table of the pages ``shown``: one of its columns, without single seeds, and the
-    minutes of those that are ``kept``."""
+    """Return the page docs/measured.md, ``text``, with a line for each lab: its main result and its minutes.
+
+    Args:
+        text: the page as it is.
+        shown: page → its text, with the labs' tables.
+        kept: the labs' records, for the minutes.
+    """
     lines = ["| lab | what | by arm, mean ± 95% interval over seeds | minutes |", "|---|---|---|---|"]
     for page, name, block in ((page, *found[1:]) for page, text in shown.items() for found in BLOCK.findall(text)):
         rows = [line.strip("| ").split(" | ") for line in block.split("\n\n")[0].splitlines()]
@@ -100,7 +113,7 @@ def measured_with(text: str, shown: dict[str, str], kept: dict[str, Any]) -> str
 
 
 def in_short(values: list[tuple[str, str]]) -> list[str]:
-    """The start, if arms share it, and the arms with the lowest and the highest value."""
+    """Return in words the value at the start, if arms share it, and the arms with the lowest and the highest value."""
     arms = [pair for pair in values if not pair[0].startswith("(start")]
     ends = sorted(arms, key=lambda pair: float(pair[1].split()[0].rstrip(";")))
     start = [f"{arm} {value}" for arm, value in values if arm == "(start)"]
@@ -110,7 +123,8 @@ def in_short(values: list[tuple[str, str]]) -> list[str]:
 
 
 def records_with(kept: dict[str, Any], runs: Path, shown: set[str]) -> dict[str, Any]:
-    """``kept`` (lab → arm → its runs, without curves) with those of each lab below ``runs`` that is ``shown``."""
+    """Return the records ``kept`` (lab → arm → its runs, without curves), with those of each lab in ``runs`` that a
+    page shows (``shown``) in place of its earlier ones."""
     for file in sorted(file for file in runs.glob("*/records.json") if file.parent.name in shown):
         found = json.loads(file.read_text(encoding="utf-8"))
         kept[file.parent.name] = {
@@ -120,6 +134,7 @@ def records_with(kept: dict[str, Any], runs: Path, shown: set[str]) -> dict[str,
 
 
 def main(runs: Path) -> None:
+    """Update pages, figures and records from the folder ``runs``."""
     for page, text in pages().items():
         (ROOT / "docs" / page).write_text(page_with(text, runs), encoding="utf-8")
         for _, name, _ in BLOCK.findall(text):

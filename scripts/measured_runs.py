@@ -1,13 +1,13 @@
-"""Numbers of measured runs on the pages that show them, all from one record a run: docs/measured_runs.json.
+"""Write the numbers of measured runs into the pages that show them, from one record a run: docs/measured_runs.json.
 
-python scripts/measured_runs.py                                          write them between their marks
-python scripts/measured_runs.py --add RUN --recipe quickstart/dr_grpo    take a finished run's record up (its recipe and
-                                                                         seed replace an older one)
+    python scripts/measured_runs.py                                          # writes the pages
+    python scripts/measured_runs.py --add RUN --recipe quickstart/dr_grpo    # adds the record of a finished run first
 
-A run of rounds or of a pipeline has its record from the table on its own page.
+``--add`` replaces the record of the same recipe and seed. Records of `rounds` and pipelines are written by hand, from
+the table on the run's own page.
 
-A mark is ``<!-- measured: RECIPE FORM -->``; what stands between it and ``<!-- end of measured -->`` is made. Forms:
-words, table, cell, seeds.
+Numbers stand between ``<!-- measured: RECIPE FORM -->`` and ``<!-- end of measured -->``. FORM is ``words`` (a
+sentence), ``table`` (a row for each seed), ``cell`` (of a table) or ``seeds`` (their number).
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ SHOWN = {
     "accuracy": ".3f", "with thinking": ".3f", "without": ".3f", "modes obeyed": ".3f", "sorted": ".3f",
     "reward": ".2f", "format": ".3f", "language": ".3f", "tokens": ".1f",
 }  # fmt: skip
-"""What a cell of docs/measured.md says, in this order: name in a record → how it is written."""
+"""Number in a record → its format, in the order in which a cell of docs/measured.md shows them."""
 NUMBERS = ("no", "One", "Two", "Three", "Four", "Five")
 Record = dict[str, Any]
 
 
 def records(recipe: str) -> list[Record]:
+    """Return the records of a recipe's runs, in the order of their seeds. Raises ValueError if there are none."""
     found = [one for one in json.loads(RECORDS.read_text(encoding="utf-8")) if one["recipe"] == recipe]
     if not found:
         raise ValueError(f"{RECORDS.name} has no run of {recipe!r}")
@@ -50,13 +51,14 @@ def records(recipe: str) -> list[Record]:
 
 
 def pairs(runs: list[Record], name: str, form: str) -> str:
-    """``0.234 → 0.840, 0.242 → 0.960``; nothing where it was not kept."""
+    """Return a number before and after each run, as ``0.234 → 0.840, 0.242 → 0.960``; "" if runs do not have it."""
     if name not in runs[0]["after"]:
         return ""
     return ", ".join(f"{run['before'][name]:{form}} → {run['after'][name]:{form}}" for run in runs)
 
 
 def words(runs: list[Record]) -> str:
+    """Return the form ``words``: a sentence with the accuracy and the tokens of all runs."""
     seeds = f"{NUMBERS[len(runs)]} seed{'s' * (len(runs) > 1)}"
     tokens = pairs(runs, "tokens", ".1f")
     problems = runs[0]["problems"]
@@ -65,16 +67,19 @@ def words(runs: list[Record]) -> str:
 
 
 def cell(runs: list[Record]) -> str:
+    """Return the form ``cell``: the numbers of all runs, for a cell of a table."""
     return "; ".join(f"{name} {said}" for name, form in SHOWN.items() if (said := pairs(runs, name, form)))
 
 
 def table(runs: list[Record]) -> str:
+    """Return the form ``table``: a Markdown table with a row for each run."""
     rows = [columns(run) for run in runs]
     lines = ["| " + " | ".join(rows[0]) + " |", "|---" * len(rows[0]) + "|"]
     return "\n".join(["", *lines, *("| " + " | ".join(row.values()) + " |" for row in rows), "", ""])
 
 
 def columns(run: Record) -> dict[str, str]:
+    """Return a run's row of the table: column → cell."""
     before, after = run["before"], run["after"]
     found = {
         "seed": str(run["seed"]),
@@ -100,7 +105,7 @@ FORMS = {"words": words, "cell": cell, "table": table, "seeds": lambda runs: str
 
 
 def page_with(text: str) -> str:
-    """A page with what stands between its marks made anew."""
+    """Return the page ``text`` with everything between its marks made anew."""
 
     def made(mark: re.Match[str]) -> str:
         return f"{mark[1]}{FORMS[mark[3]](records(mark[2]))}{mark[4]}"
@@ -109,7 +114,7 @@ def page_with(text: str) -> str:
 
 
 def record_of(run: Path, recipe: str) -> Record:
-    """What a finished run of ``grpo-lab train`` left in its folder."""
+    """Return the record of a run of ``grpo-lab train``, from its folder. Raises ValueError if it is not finished."""
     marker = json.loads((run / "run.json").read_text(encoding="utf-8"))
     if not marker.get("finished"):
         raise ValueError(f"{run} is not finished")
@@ -130,6 +135,7 @@ def record_of(run: Path, recipe: str) -> Record:
 
 
 def add(record: Record) -> None:
+    """Add a record to the file, in place of that of the same recipe and seed."""
     kept = json.loads(RECORDS.read_text(encoding="utf-8"))
     kept = [one for one in kept if (one["recipe"], one["seed"]) != (record["recipe"], record["seed"])]
     lines = ",\n".join(f"  {json.dumps(one)}" for one in [*kept, record])

@@ -2,9 +2,9 @@
 
     python scripts/memory_table.py
 
-Nothing here was measured on a GPU. Shapes are those of the models' config.json; the arithmetic stands in the functions
-below and needs nothing but Python. `tests/unit/scripts/test_memory_table.py` checks what can be checked on a CPU:
-parameter counts against transformers, and saved activations against what autograd keeps for a layer.
+It takes no time and needs nothing but Python. Nothing here was measured on a GPU: shapes are those of the models'
+config.json, and the arithmetic stands in the functions below. `tests/unit/scripts/test_memory_table.py` checks what can
+be checked on a CPU: parameter counts against transformers, and activations against what autograd keeps for a layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ RANKS = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2.5 model. `key_value` = key/value heads × head size; query width = `hidden`."""
+    """The shape of a Qwen2.5 model. `key_value` is the width of all keys, key/value heads × head size; the width of all
+    queries is `hidden`. `tied`: the LM head is the embedding."""
 
     name: str
     layers: int
@@ -29,22 +30,24 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Attention (q, o; k, v; their biases), gated MLP, two norms."""
+        """Number of parameters of a layer: attention (q, o, k, v and the biases of q, k, v), gated MLP, two norms."""
         attention = 2 * self.hidden**2 + 2 * self.hidden * self.key_value + self.hidden + 2 * self.key_value
         return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
 
     @property
     def embedding(self) -> int:
+        """Number of parameters of the embedding."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
+        """Number of all parameters, N."""
         return self.layers * self.layer_parameters + self.hidden + self.embedding * (1 if self.tied else 2)
 
     @property
     def matmul_parameters(self) -> int:
-        """Parameters that every token is multiplied with: all layers and the LM head; looking up an embedding is
-        free."""
+        """Number of parameters with which every token is multiplied: all layers and the LM head. Looking up an
+        embedding costs nothing."""
         return self.layers * self.layer_parameters + self.embedding
 
 
@@ -58,7 +61,8 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """bf16 FLOP/s without sparsity, bytes/s of memory, bytes of memory: the vendor's data sheet."""
+    """A GPU by its vendor's data sheet: `flops` in bf16 without sparsity, per second; `bandwidth` in bytes per second;
+    `memory` in bytes."""
 
     name: str
     flops: float
@@ -74,8 +78,8 @@ STEP_FLOOR = 0.004  # assumed seconds that a decoding step takes however small t
 
 @dataclass(frozen=True)
 class Workload:
-    """One optimizer step of recipes/gsm8k, with the lengths assumed for it (means; `budget` =
-    max_completion_length)."""
+    """One optimizer step of recipes/gsm8k, with the lengths assumed for it in tokens. `prompt` and `completion` are
+    means; `budget` is max_completion_length."""
 
     rows: int = 128
     micro_batch: int = 16
@@ -95,14 +99,17 @@ WORK = Workload()
 
 
 def state_bytes(shape: Shape, layout: str, ranks: int = RANKS) -> float:
-    """Weights, gradients, AdamW's two moments and working copies, a GPU.
+    """Return the bytes on each GPU of weights, gradients, AdamW's two moments and working copies.
 
-    N parameters, R ranks. float32 weights under bf16 autocast (TRL's default dtype with `bf16: true`): single: 4N
-    weights + 4N gradients + 8N AdamW + 2N bf16 copies that autocast makes for a forward; ddp:    + 4N for DDP's
-    gradient buckets; zero2:  DeepSpeed bf16: 2N weights + 2N gradients while they are reduced + 12N/R (float32 weights
-    and AdamW); fsdp2:  16N/R + the bf16 weights and gradients of the layer at work and of the embedding (4 × each).
-    single bf16 (`model_init_kwargs: {dtype: bfloat16}`): 2N + 2N + 4N, coarser steps: small learning rates may round
-    away. LoRA:   2N frozen bf16 weights; adapters of some 1% of N in float32 (16 bytes each).
+    With N parameters and R ranks, and float32 weights under bf16 autocast (TRL's default dtype with `bf16: true`):
+
+    - single: 4N weights + 4N gradients + 8N AdamW + 2N bf16 copies that autocast makes for a forward
+    - ddp: as single, + 4N for DDP's gradient buckets
+    - zero2 (DeepSpeed in bf16): 2N weights + 2N gradients while they are reduced + 12N/R float32 weights and AdamW
+    - fsdp2: 16N/R + the bf16 weights and gradients of the layer at work and of the embedding (4 bytes for each)
+    - single, bf16 weights (`model_init_kwargs: {dtype: bfloat16}`): 2N weights + 2N gradients + 4N AdamW. Steps are
+      coarser: small learning rates may round to nothing.
+    - single, LoRA: 2N frozen bf16 weights + adapters of some 1% of N in float32 (16 bytes for each)
     """
     n = shape.parameters
     working = 4 * (shape.layer_parameters + shape.embedding * (1 if shape.tied else 2))
@@ -117,20 +124,24 @@ def state_bytes(shape: Shape, layout: str, ranks: int = RANKS) -> float:
 
 
 def layer_activation_bytes(shape: Shape) -> int:
-    """Kept for the backward, a token and layer: bf16 autocast over float32 weights, fused attention (no T × T matrix).
+    """Return the bytes that one layer keeps of one token for the backward, under bf16 autocast over float32 weights and
+    with fused attention (no T × T matrix).
 
-    Residual stream and norms in float32: input and normalised value of two norms, 4 × 4h. bf16 (2 bytes): the norms'
-    outputs, cast anew for each of the projections q, k, v, gate, up, 5 × 2h; q and the attention's output 2 × 2h; k and
-    v 2 × 2k; of the MLP gate, SiLU(gate), up and their product 4 × 2I. (Left out: 8 + 4 × heads bytes of norms and
-    softmax.)
+    With the widths h (hidden), k (all keys) and I (MLP):
+
+    - in float32: input and normalised value of each of two norms, 4 × 4h
+    - in bf16: the norms' outputs, cast anew for each of the projections q, k, v, gate and up, 5 × 2h; q and the
+      attention's output, 2 × 2h; k and v, 2 × 2k; of the MLP gate, SiLU(gate), up and their product, 4 × 2I
+
+    Left out are 8 + 4 × heads bytes of norms and softmax.
     """
     h, k, i = shape.hidden, shape.key_value, shape.intermediate
     return 16 * h + 10 * h + 4 * h + 4 * k + 8 * i
 
 
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool) -> int:
-    """All layers; with gradient checkpointing each keeps its float32 input (4h), and one layer at a time is
-    recomputed."""
+    """Return the bytes that all layers keep of ``tokens`` tokens for the backward. With gradient checkpointing each
+    layer keeps only its float32 input (4h), and one layer at a time is recomputed."""
     layer = layer_activation_bytes(shape)
     if not checkpointing:
         return tokens * shape.layers * layer
@@ -138,13 +149,14 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool) -> int:
 
 
 def logits_bytes(shape: Shape, tokens: int, fused: bool) -> int:
-    """The LM head. Plain: float32 logits, log-softmax and gradient, 12 V a token. Fused (TRL's): the head's gradient is
-    summed in float32, 4 V h once, whatever the number of tokens; the tiles are small against it."""
+    """Return the bytes that the LM head needs, for a vocabulary of V tokens. Plain: float32 logits, their log-softmax
+    and their gradient, 12 V for each token. Fused (TRL's): the float32 sum of the head's gradient, 4 V h once, for any
+    number of tokens; the tiles are small beside it."""
     return 4 * shape.embedding if fused else 12 * shape.vocabulary * tokens
 
 
 def kv_bytes(shape: Shape) -> int:
-    """KV cache a token in bf16: 2 (K and V) × layers × key/value width × 2 bytes."""
+    """Return the bytes of one token in the KV cache, in bf16: 2 (K and V) × layers × key/value width × 2 bytes."""
     return 2 * shape.layers * shape.key_value * 2
 
 
@@ -152,14 +164,17 @@ def kv_bytes(shape: Shape) -> int:
 
 
 def attention_flops(shape: Shape, context: float) -> float:
-    """Forward, a token: scores and weighted sum, 2 × 2 h × context, halved by the causal mask, all layers."""
+    """Return the operations of attention for one token in a forward, over all layers: scores and weighted sum, 2 × 2 h
+    × context, halved by the causal mask."""
     return shape.layers * 2 * shape.hidden * context
 
 
 def update_seconds(shape: Shape, gpu: Gpu, work: Workload, *, exact: bool, ranks: int = 1) -> float:
-    """Forward 2N, backward 4N, recomputation by checkpointing 2N FLOPs a token.
+    """Return the seconds of the update of one optimizer step: for each token 2N operations of the forward, 4N of the
+    backward and 2N of the recomputation by checkpointing, and those of attention.
 
-    Exact: live rows only, no padding. Stock: all rows, padded to the longest prompt and completion of the batch.
+    ``exact``: our update computes live rows only, without padding. Otherwise stock TRL's, which computes all rows,
+    padded to the longest prompt and completion of the batch.
     """
     if exact:
         length = work.prompt + work.completion
@@ -172,11 +187,12 @@ def update_seconds(shape: Shape, gpu: Gpu, work: Workload, *, exact: bool, ranks
 
 
 def generation_seconds(shape: Shape, gpu: Gpu, work: Workload, ranks: int = 1) -> float:
-    """Prefill of each prompt once a group; then decoding until the longest completion ends.
+    """Return the seconds of generation of one optimizer step: the prefill of each prompt, once for its group, and
+    decoding until the longest completion ends.
 
-    Each of `budget` decoding steps reads all weights in bf16 and the KV cache of the rows that are still going
-    (`completion / budget` of them on average), limited by memory bandwidth; or computes 2N a row, or waits for the
-    scheduler, whichever takes longest.
+    There are `budget` decoding steps. Each takes the longest of three: reading all weights in bf16 and the KV cache of
+    the rows that are still going (on average the share `completion / budget` of all rows), at the memory's bandwidth;
+    computing 2N operations for each of these rows; the scheduler's own time, ``STEP_FLOOR``.
     """
     prefill = 2 * shape.matmul_parameters * work.prompt * work.rows / work.group / (MFU * gpu.flops)
     rows = work.rows / ranks
@@ -228,8 +244,8 @@ def tokens_table() -> str:
 
 
 def peak_bytes(shape: Shape, layout: str, ranks: int, checkpointing: bool = True) -> float:
-    """States, activations of one micro-batch of the recipe, fused LM head, and a colocated engine's bf16 weights and
-    cache."""
+    """Return the peak of memory on each GPU, in bytes: state, activations of one micro-batch of the recipe, fused LM
+    head, and the bf16 weights and cache of an engine in the same process."""
     tokens = WORK.micro_batch * (WORK.longest_prompt + WORK.budget)
     update = activation_bytes(shape, tokens, checkpointing) + logits_bytes(shape, tokens, fused=True)
     cache = kv_bytes(shape) * WORK.rows // ranks * (WORK.longest_prompt + WORK.budget)

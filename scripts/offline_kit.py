@@ -1,16 +1,18 @@
 #!/usr/bin/env python
-"""What a machine without a network lacks, in a folder that can be carried there (docs/no_network.md).
+"""Pack what a machine without a network lacks into a folder that can be carried there (docs/no_network.md).
 
     python scripts/offline_kit.py pack KIT --python 3.12 --torch 2.11.0 --lock scripts/offline_kits/py312.txt
     python scripts/offline_kit.py pack KIT … --vllm 0.26.0 --lock scripts/offline_kits/py312-vllm0.26.txt --max-part 22M
     python scripts/offline_kit.py lock --python 3.12 --torch 2.11.0 >LOCK     # for another Python or torch (asks uv)
 
-and there, with nothing but its Python:    python3 KIT/unpack.py --to FOLDER
+and on that machine, with nothing but its Python:    python3 KIT/unpack.py --to FOLDER
 
-``pack`` downloads the wheels of a lock file (as ``pip`` reads one) for another Python, leaves out what that machine
-has (``--have``; torch always) and what is never used, puts this checkout beside them, compresses, and cuts into parts
-of at most ``--max-part``. Two archives: ``packages``, and with ``--vllm`` ``engine``. ``manifest.json`` has versions,
-what was left out, and the SHA-256 of every part.
+``pack`` downloads the wheels of a lock file (in pip's format) for another Python. It leaves out what that machine has
+already (``--have``, and always torch) and files that are never used, adds this checkout, compresses everything, and
+cuts it into parts of at most ``--max-part``. There are two archives: ``packages`` and, with ``--vllm``, ``engine``.
+``manifest.json`` holds the versions, what was left out, and the SHA-256 of every part.
+
+``lock`` prints such a lock file for another Python or torch.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from grpo_lab.requirements import NEEDED, module_of, name_of  # noqa: E402
 
 UNPACK = ROOT / "scripts" / "offline_kits" / "unpack.py"
 OF_TORCH = ("torch", "triton", "nvidia-*", "cuda-*", "setuptools")
-"""What comes with torch on the target, and is never packed."""
+"""Names of packages that come with torch on the other machine, and are never packed."""
 NEVER_USED = (
     *("bin/*", "mistral_common/data/*", "*/locales/*", "*.pyi", "*/__pycache__/*"),
     *("pyarrow/include/*", "pyarrow/src/*", "*/numpy/tests/*"),
@@ -51,18 +53,18 @@ NEVER_USED_OF_VLLM = (
     *("vllm/benchmarks/*", "*/_vllm_fa2_C.abi3.so", "*_flashmla*.so", "*_qutlass_C.abi3.so"),
     *("*_rust_tool_parser.abi3.so", "*.cu", "*.cuh", "*.hpp", "*.h", "*.data/*"),
 )
-"""As far as an engine for text models needs it."""
+"""Files of vLLM that an engine for text models does not need."""
 CHECKOUT = ("grpo_lab", "recipes", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 GLIBC = ("2_17", "2_24", "2_26", "2_27", "2_28", "2_31")
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
 
 class KitError(Exception):
-    """A sentence for who asked for the kit."""
+    """Raised if a kit cannot be made; the message is for the user."""
 
 
 def size(text: str) -> int:
-    """Bytes of ``60M``."""
+    """Return the number of bytes that a text such as ``60M`` means."""
     found = re.fullmatch(r"(\d+)([KMG]?)", text)
     if found is None or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size, as 60M or 500K")
@@ -70,21 +72,29 @@ def size(text: str) -> int:
 
 
 def pip(*words: str) -> None:
-    """pip for another machine; what it says goes to this terminal."""
+    """Run this Python's pip, whose output goes to the terminal. Raises KitError if it fails."""
     done = subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *words])
     if done.returncode:
         raise KitError(f"`pip {' '.join(words[:3])} …` failed (exit code {done.returncode}); what it said stands above")
 
 
 def for_target(python: str, machine: str) -> list[str]:
-    """pip's words for wheels of another Python on Linux."""
+    """Return pip's options for wheels of another Python on Linux."""
     platforms = [f"manylinux_{one}_{machine}" for one in GLIBC] + [f"manylinux2014_{machine}", f"linux_{machine}"]
     words = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     return words + [word for one in platforms for word in ("--platform", one)]
 
 
 def read_lock(lock: Path, have: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """Lines of a lock that go into the kit, the versions in it, and the names that the target has."""
+    """Read a lock file.
+
+    Args:
+        lock: the file, with a line ``name==version`` for each package.
+        have: names or patterns of packages that the other machine has.
+
+    Returns:
+        The lines of packages for the kit, name → version of them, and the names of those that the machine has.
+    """
     kept, versions, left = list[str](), dict[str, str](), list[str]()
     for line in lock.read_text(encoding="utf-8").splitlines():
         found = re.match(r"\s*([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s;\\]+)", line)
@@ -102,7 +112,8 @@ def read_lock(lock: Path, have: Sequence[str]) -> tuple[list[str], dict[str, str
 
 
 def install_packages(site: Path, lines: Sequence[str], python: str, machine: str) -> None:
-    """Packages of the lock, and this checkout, as a target's site-packages holds them."""
+    """Install the packages of a lock, and this checkout, into the folder ``site``, as the other machine's site-packages
+    will hold them."""
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "wanted.txt"
         wanted.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -119,7 +130,7 @@ def install_packages(site: Path, lines: Sequence[str], python: str, machine: str
 
 
 def install_engine(site: Path, version: str, python: str, machine: str) -> None:
-    """vLLM without what it requires: that stands in the lock."""
+    """Unpack vLLM's wheel into ``site``, without what it requires, which is in the lock."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["--no-deps", "--abi", "abi3", "--abi", "cp" + python.replace(".", ""), *for_target(python, machine)]
         pip("download", *words, "--dest", folder, f"vllm=={version}")
@@ -128,11 +139,17 @@ def install_engine(site: Path, version: str, python: str, machine: str) -> None:
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
+    """Return whether a path matches one of the patterns."""
     return any(fnmatch.fnmatch(path, one) for one in patterns)
 
 
 class Parts:
-    """A file to write to, cut into ``NAME.000``, ``NAME.001``, … of at most so many bytes."""
+    """File-like object for writing, which cuts what it gets into the files ``NAME.000``, ``NAME.001``, and so on.
+
+    Attributes:
+        most: most bytes of a file.
+        made: name, bytes and SHA-256 of each finished file.
+    """
 
     def __init__(self, folder: Path, name: str, most: int) -> None:
         self.folder, self.name, self.most = folder, name, most
@@ -168,7 +185,8 @@ class Parts:
 
 @contextmanager
 def xz_into(parts: Parts) -> Iterator[Any]:
-    """A file whose bytes go, compressed, into ``parts``: by ``xz`` on all cores, or by Python on one."""
+    """Yield a file-like object whose bytes go, compressed, into ``parts``: by the program ``xz`` on all cores or,
+    without it, by Python on one."""
     if shutil.which("xz") is None:
         compressor = lzma.LZMACompressor(preset=6)
 
@@ -193,7 +211,8 @@ def xz_into(parts: Parts) -> Iterator[Any]:
 
 
 def archive(site: Path, kit: Path, name: str, most: int, unused: Sequence[str]) -> dict[str, Any]:
-    """``site`` as a tar, compressed and cut; what the manifest says of it."""
+    """Write the folder ``site`` into the kit as a tar, compressed and cut into parts, without files that match
+    ``unused``. Returns the archive's entry of the manifest."""
     files = sorted(one for one in site.rglob("*") if one.is_file())
     kept = [one for one in files if not matches(one.relative_to(site).as_posix(), unused)]
     parts = Parts(kit, f"{name}.tar.xz", most)
@@ -207,14 +226,15 @@ def archive(site: Path, kit: Path, name: str, most: int, unused: Sequence[str]) 
 
 
 def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """The same, without who packed it and when."""
+    """Remove from a tar's entry by whom and when it was packed."""
     entry.uid = entry.gid = entry.mtime = 0
     entry.uname = entry.gname = ""
     return entry
 
 
 def progress(what: str, total: int) -> Callable[[int], object]:
-    """Is told bytes as they are done: a bar of tqdm's where it is there, else a line."""
+    """Show progress, and return a function to call with the number of bytes done: by tqdm if it is installed, else by
+    one line at the beginning."""
     try:
         from tqdm.auto import tqdm
     except ImportError:
@@ -224,7 +244,7 @@ def progress(what: str, total: int) -> Callable[[int], object]:
 
 
 def pack(asked: argparse.Namespace) -> None:
-    """Make the kit; the folder is there once it is whole."""
+    """Make a kit. Its folder gets its name only once it is whole."""
     if asked.kit.exists():
         raise KitError(f"{asked.kit} is there already; name a new folder, or remove it")
     have = [one for one in asked.have.split(",") if one]
@@ -264,7 +284,8 @@ def pack(asked: argparse.Namespace) -> None:
 
 
 def lock(asked: argparse.Namespace) -> None:
-    """Print a lock for another Python and torch, within this package's ranges and near ``constraints.txt``."""
+    """Print a lock file for another Python and torch, within the version ranges of this package, and with the versions
+    of ``constraints.txt`` where they fit."""
     uv = shutil.which("uv")
     if uv is None:
         raise KitError("`lock` asks uv, which resolves for another Python: pip install uv")
@@ -283,6 +304,7 @@ def lock(asked: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of both commands."""
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = made.add_subparsers(required=True)
     packs = commands.add_parser("pack", help="download, prune, compress, cut")

@@ -1,6 +1,8 @@
-"""Two pages that are made and not written: docs/command_line.md from the parser, docs/settings.md from ``LabConfig``.
+"""Make two pages from the code: docs/command_line.md from the parser, and docs/settings.md from ``LabConfig``.
 
-python scripts/reference_pages.py            write both
+    python scripts/reference_pages.py            # writes both; some seconds
+
+A test compares the pages with what this script would write.
 """
 
 from __future__ import annotations
@@ -22,26 +24,29 @@ from grpo_lab.trainer.settings.sampler import KNOBS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MADE = "<!-- made by scripts/reference_pages.py: make docs-index -->"
-#: mappings whose type says no more than that they are mappings
+#: settings whose type is only "a mapping" → the class of what is inside
 INSIDE = {"rollout.engine": EngineOptions}
 
 
 def prose(text: str) -> str:
-    """Text of a docstring or of a help line as Markdown."""
+    """Return the text of a docstring or of a help line as Markdown."""
     pieces = " ".join(text.replace("``", "`").split()).split("`")  # every other one is code
     return "`".join(piece if number % 2 else piece.replace("<", "&lt;") for number, piece in enumerate(pieces))
 
 
 def sentence(text: str) -> str:
+    """Return a text as a Markdown sentence, with a capital and a full stop."""
     said = prose(text)
     return said[:1].upper() + said[1:] + ("" if said.endswith(".") else ".")
 
 
 def cell(text: str) -> str:
+    """Return a text as a cell of a Markdown table."""
     return prose(text).replace("|", "\\|")
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a Markdown table, and an empty one behind it."""
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
 
@@ -50,6 +55,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def command_line() -> str:
+    """Return the page of the command line."""
     parser = _parser()
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     said = {action.dest: action.help or "" for action in commands._choices_actions}
@@ -83,34 +89,37 @@ def command_line() -> str:
 
 
 def common_rows(told: dict[str, list[tuple[str, str]]]) -> list[tuple[str, str]]:
-    """Options that several commands have, with the same meaning; not those of a command that is as another."""
+    """Return the rows of options that several commands have with the same meaning. Commands with the same options as an
+    earlier one do not count."""
     rows = [row for name, some in told.items() if with_the_same_options(told, name) is None for row in some]
     return list(dict.fromkeys(row for row in rows if rows.count(row) > 1))
 
 
 def with_the_same_options(told: dict[str, list[tuple[str, str]]], name: str) -> str | None:
-    """An earlier command that has the same options, where these are many."""
+    """Return the name of an earlier command with the same options, if they are more than nine; else None."""
     earlier = list(told)[: list(told).index(name)]
     return next((other for other in earlier if told[other] == told[name] and len(told[name]) > 9), None)
 
 
 HEAD = ("option", "what")
-#: the help of an option that is an argument of data loaders
+#: how the help of an option begins that is an argument of data loaders
 OF_LOADERS = re.compile(r"of the loaders? (.+)")
 
 
 def options(parser: argparse.ArgumentParser, without: set[str]) -> list[str]:
+    """Return the table of a parser's options, but those named in ``without``."""
     return table(HEAD, rows_of(parser, without))
 
 
 def rows_of(parser: argparse.ArgumentParser, without: set[str]) -> list[tuple[str, str]]:
-    """A row for each option that its help names; those of data loaders have a table of their own."""
+    """Return a row for each option that the parser's help shows. Arguments of data loaders have a table of their
+    own."""
     shown = [action for action in parser._actions if action.dest not in without and action.help != argparse.SUPPRESS]
     return [option(action) for action in shown if not OF_LOADERS.match(action.help or "")]
 
 
 def loaders(parser: argparse.ArgumentParser) -> list[str]:
-    """A row for each data loader: its arguments, which are options."""
+    """Return a table with a row for each data loader: its arguments, which are options of the command."""
     found: dict[str, list[str]] = {}
     for action in parser._actions:
         names = OF_LOADERS.match(action.help or "")
@@ -122,6 +131,7 @@ def loaders(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def option(action: argparse.Action) -> tuple[str, str]:
+    """Return the row of an option: its names with their value, and what it does, with choices and default."""
     value = "" if action.nargs == 0 else " " + (_metavar(action) or action.dest.upper())
     names = ", ".join(f"`{name}{value}`" for name in action.option_strings) or f"`{_metavar(action) or action.dest}`"
     what = cell((action.help or "") % {"default": action.default, "prog": "grpo-lab"})
@@ -143,6 +153,7 @@ def _metavar(action: argparse.Action) -> str | None:
 
 
 def settings() -> str:
+    """Return the page of the settings."""
     said = arguments_of(LabConfig)
     lines = [
         "# Settings",
@@ -167,7 +178,8 @@ def settings() -> str:
 
 
 def keys(place: str, kind: Any) -> list[str]:
-    """A table of a mapping's keys; mappings inside it follow."""
+    """Return a table of the keys of the mapping ``place``, which is read as the dataclass ``kind``, and a table for
+    each mapping inside it. If the docstring describes no key, its text without the first paragraph is returned."""
     said, kinds = arguments_of(kind), typing.get_type_hints(kind)
     gone = {name for name, one in kinds.items() if one is type(None)}
     fields = [field for field in dataclasses.fields(kind) if field.name != "knobs" and field.name not in gone]
@@ -187,7 +199,8 @@ def keys(place: str, kind: Any) -> list[str]:
 
 
 def arguments_of(kind: type) -> dict[str, str]:
-    """Argument → what its class's docstring says of it: ``name: …`` below ``Args:``, or a name, spaces and text."""
+    """Return field → what the docstring of the dataclass ``kind`` says of it: ``name: …`` below ``Args:``, or the name,
+    at least two spaces and a text."""
     fields = {field.name for field in dataclasses.fields(kind)}
     found: dict[str, list[str]] = {}
     at: list[str] | None = None
@@ -204,7 +217,7 @@ def arguments_of(kind: type) -> dict[str, str]:
 
 
 def _one_kind(kind: Any) -> Any:
-    """``X`` of ``X | None``; anything else as it is."""
+    """Return ``X`` for the type ``X | None``, and any other type as it is."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         others = [one for one in typing.get_args(kind) if one is not type(None)]
         return others[0] if len(others) == 1 else kind

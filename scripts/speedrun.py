@@ -6,10 +6,11 @@
     taskset -c 0 python scripts/speedrun.py --all --enter            # on one core, into the records
     python scripts/speedrun.py --table                               # docs/speedrun.md from docs/speedrun_records.json
 
-A run is a cold start and reinforcement learning. After every second optimizer step of the latter the greedy accuracy on
-the held-out problems is measured; the run ends where the lower end of its 95% interval (Wilson) has reached the target.
-Its seconds are those of the two ``train()`` calls without the evaluations. ``--stock`` trains by TRL's ``SFTTrainer``
-and ``GRPOTrainer`` in place of ours, with the same objective in TRL's settings.
+A run is a cold start and then reinforcement learning. After every second optimizer step of the latter the greedy
+accuracy on the held-out problems is measured. The run ends as soon as the lower end of its 95% interval (Wilson) has
+reached the target. Its seconds are those of the two ``train()`` calls without the evaluations. ``--stock`` trains by
+TRL's ``SFTTrainer`` and ``GRPOTrainer`` in place of ours, with the same objective in TRL's settings. Printed is the
+record of the entry; with ``--enter`` it goes into docs/speedrun_records.json and the page instead.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from grpo_lab.trainer.supervised.methods import cold_start, worked_pairs
 ROOT = Path(__file__).resolve().parents[1]
 BASE_LINE = "recipes/speedrun/dr_grpo.yaml"
 TARGET = 0.6
-"""Of the lower end of the interval, on the base line's held-out problems."""
+"""Accuracy that the lower end of the interval must reach, on the base line's held-out problems."""
 EVERY = 2
 """Optimizer steps of reinforcement learning from one evaluation to the next."""
 SEEDS = (0, 1)
@@ -60,20 +61,20 @@ OURS = {
     "ours, further updates": ["--set", "num_iterations", "2"],
     "ours, curation": ["--set", "update.dead_groups", "resample"],
 }
-"""Entry → what follows its name in its command."""
+"""Our entries: name → the options of its command, behind ``--name``."""
 Record = dict[str, Any]
 
 
 @dataclass
 class Clock:
-    """Wall seconds, and CPU seconds of this process."""
+    """A stopwatch: wall seconds, and CPU seconds of this process."""
 
     wall: float = 0.0
     cpu: float = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Add the seconds of the block."""
+        """Return a context that adds the seconds of its block."""
         wall = time.perf_counter()
         cpu = time.process_time()
         yield
@@ -81,6 +82,7 @@ class Clock:
         self.cpu += time.process_time() - cpu
 
     def without(self, part: Clock) -> Clock:
+        """Return the seconds of this clock less those of another."""
         return Clock(self.wall - part.wall, self.cpu - part.cpu)
 
     def rounded(self) -> dict[str, float]:
@@ -88,7 +90,8 @@ class Clock:
 
 
 class Target(TrainerCallback):  # type: ignore[misc]
-    """Measures the policy on the way, and ends the training where the target is reached.
+    """Callback that measures the policy after every ``EVERY``-th step, and ends the training once it reaches the
+    target.
 
     Attributes:
         found: the last measurement; None before the first.
@@ -123,8 +126,8 @@ class Target(TrainerCallback):  # type: ignore[misc]
 
 
 def recipe_of(options: argparse.Namespace, seed: int, folder: Path) -> Recipe:
-    """Read the entry's recipe, with a seed for its weights, its problems and its sampling. Raises SystemExit for a
-    mistake in it."""
+    """Read the entry's recipe, with ``seed`` as the seed of its weights, its problems and its sampling. Raises
+    SystemExit if the recipe has a mistake."""
     seeds = {"seed": seed, "data.seed": seed, "cold_start.data.seed": seed}
     silent = {"output_dir": str(folder), "report_to": "none", "disable_tqdm": True}
     try:
@@ -135,7 +138,8 @@ def recipe_of(options: argparse.Namespace, seed: int, folder: Path) -> Recipe:
 
 
 def broken_rules(recipe: Recipe) -> list[str]:
-    """Return what breaks a rule in an entry's recipe. What the rules fix is as in the base line's recipe."""
+    """Return the rules that an entry's recipe breaks, in words. They demand random weights, and the base line's
+    problems, held-out problems and judge."""
     rules = read_recipe(ROOT / BASE_LINE)
     said = []
     if recipe.model.tiny is None:
@@ -150,19 +154,20 @@ def broken_rules(recipe: Recipe) -> list[str]:
 
 
 def judged_by(recipe: Recipe) -> tuple[Any, Any]:
-    """Return the settings of the held-out rows, and of what says that an answer is right."""
+    """Return the settings of the held-out rows, and of the reward that judges the answers."""
     return recipe.evaluation.data, recipe.evaluation.reward
 
 
 def asked_of(section: DataSection, *free: str) -> dict[str, Any]:
-    """Return a section of rows without its seed, and without what else is ``free``."""
+    """Return a section of data as plain values, without its seed and the arguments in ``free``."""
     plain = asdict(section)
     plain["arguments"] = {name: one for name, one in plain["arguments"].items() if name not in ("seed", *free)}
     return plain
 
 
 def run(options: argparse.Namespace, seed: int) -> Record:
-    """Train from random weights to the target. Raises SystemExit if it is never reached."""
+    """Train from random weights to the target, and return the record of the run. Raises SystemExit if the target is
+    never reached."""
     whole = Clock()
     cold = Clock()
     learning = Clock()
@@ -224,8 +229,8 @@ def trainer_of(job: Job, recipe: Recipe, start: Path, stock: bool) -> Any:
 
 
 def stock_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's settings as TRL's, its objective in TRL's words. Raises SystemExit for a setting that TRL has
-    not."""
+    """Return the recipe's settings as arguments of TRL's GRPOConfig, with its objective in TRL's settings. Raises
+    SystemExit for a setting that TRL does not have."""
     settings = dict(recipe.arguments)
     if settings.pop("objective") != "dr_grpo":
         raise SystemExit("--stock needs `objective: dr_grpo`: it is put into TRL's settings")
@@ -235,7 +240,7 @@ def stock_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def entry(options: argparse.Namespace) -> Record:
-    """Make all runs of an entry; return them, and where they were made."""
+    """Make all runs of an entry, and return its record: the runs, and on what machine, commit and date."""
     imports = time.time() - psutil.Process().create_time()  # all that came before
     load = os.getloadavg()[0]
     cores = len(os.sched_getaffinity(0))
@@ -261,7 +266,7 @@ def entry(options: argparse.Namespace) -> Record:
 
 
 def processor() -> str:
-    """Return the processor's name, as Linux has it."""
+    """Return the processor's name, as Linux says it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
 
@@ -284,7 +289,7 @@ def command_of(options: argparse.Namespace) -> str:
 
 
 def refuse_entry(options: argparse.Namespace) -> None:
-    """Raise SystemExit if the recipe breaks a rule, or if the last commit is not what runs."""
+    """Raise SystemExit if the recipe, the target or the seeds break a rule, or if files differ from the last commit."""
     said = broken_rules(recipe_of(options, 0, Path("unused")))
     if options.target != TARGET:
         said.append(f"--target is {options.target}, and {TARGET} is the rules'")
@@ -297,6 +302,7 @@ def refuse_entry(options: argparse.Namespace) -> None:
 
 
 def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--name", default="tried", help="of the entry; a record of that name is replaced")
     asked.add_argument("--recipe", default=BASE_LINE, help=f"default: {BASE_LINE}")
@@ -324,7 +330,7 @@ def run_all(enter: bool) -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Make an entry, and print it; with ``--enter`` put it among the records in place of that."""
+    """Make an entry, and print its record; with ``--enter`` write it into the records and the page instead."""
     if options.enter:
         refuse_entry(options)
     hf_logging.set_verbosity_error()
@@ -339,7 +345,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def write_table() -> None:
-    """Write the records' table into the page."""
+    """Write the table of all records into the page."""
     records = json.loads(RECORDS.read_text(encoding="utf-8"))
     write_whole_text(PAGE, page_with(PAGE.read_text(encoding="utf-8"), records))
 

@@ -1,6 +1,7 @@
 """Records of the speedrun (``speedrun.py``), and the table that docs/speedrun.md shows of them.
 
-A record is one entry on one number of cores, with a run for each seed. Its time is that of the slower run.
+A record is one entry on one number of cores, with a run for each seed. Its time is that of the slower run. Not a
+command: ``speedrun.py --table`` writes the table.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 RECORDS = DOCS / "speedrun_records.json"
 PAGE = DOCS / "speedrun.md"
 CORES = 2
-"""On which records are compared."""
+"""Number of cores on which entries are compared."""
 BLOCK = re.compile(r"(<!-- speedrun: begin -->\n).*?(?=<!-- speedrun: end -->)", re.DOTALL)
 HEADS = (
     "entry", "seconds, two cores", "cold start", "RL", "RL steps", "CPU seconds", "accuracy (lower end)",
@@ -26,13 +27,13 @@ Record = dict[str, Any]
 
 
 def entered(records: Sequence[Record], found: Record) -> list[Record]:
-    """Return ``records`` with the one that was ``found``, in place of an earlier one of that entry on as many cores."""
+    """Return the records with ``found`` added, in place of an earlier record of the same entry and number of cores."""
     others = [one for one in records if place(one) != place(found)]
     return sorted([*others, found], key=lambda one: (one["cores"], slower(one)))
 
 
 def place(record: Record) -> tuple[str, int]:
-    """Return the entry and its number of cores: there is one record of each."""
+    """Return a record's entry and number of cores; no two records have the same."""
     return record["entry"], record["cores"]
 
 
@@ -42,8 +43,8 @@ def slower(record: Record) -> float:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Make a table with a row for each entry, the fastest on two cores first; a cell has its runs in the order of their
-    seeds. Each entry's command follows."""
+    """Return a table with a row for each entry, the fastest on two cores first, and below it the entries' commands. A
+    cell shows the entry's runs in the order of their seeds."""
     by_place = {place(one): one for one in records}
     on_two = sorted((one for one in records if one["cores"] == CORES), key=slower)
     if not on_two:
@@ -57,7 +58,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def cells(record: Record) -> list[str]:
-    """Return an entry's cells, but for those of one core."""
+    """Return an entry's cells of the table, without the last two: seconds on one core, and commit."""
     runs = record["runs"]
     besides = (f"{record['imports']:.1f}", of_runs(record, "set_up", "wall"), of_runs(record, "evaluations", "wall"))
     return [
@@ -74,7 +75,8 @@ def cells(record: Record) -> list[str]:
 
 
 def of_runs(record: Record | None, part: str, kind: str) -> str:
-    """Return the seconds of each run of a record; a dash without one."""
+    """Return the seconds of each run of a record, as text; – if there is no record. ``part``: which seconds, such as
+    ``training``; ``kind``: ``wall`` or ``cpu``."""
     if record is None:
         return "–"
     return ", ".join(f"{one[part][kind]:.1f}" for one in record["runs"])

@@ -1,6 +1,8 @@
-"""One step of training as a picture, docs/images/step.svg: six boxes in a ring, each with the rooms where it is done.
+"""Draw one step of training, docs/images/step.svg: six boxes in a ring, each with the rooms where it is done.
 
-python scripts/step_picture.py             write it
+    python scripts/step_picture.py             # writes the picture
+
+A test compares the picture with what this script would write.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "images" / "step.svg"
 
-#: in the order in which they happen: what it is, what is done in two short lines, and the rooms below grpo_lab/
+#: the parts of a step in their order: name, what is done in two short lines, and the rooms below grpo_lab/
 PARTS: tuple[tuple[str, tuple[str, str], tuple[str, ...]], ...] = (
     ("1. Prompts", ("some problems", "with known answers"), ("data", "curation")),
     ("2. Completions", ("the model answers", "each one G times"), ("engines", "trainer/generation")),
@@ -25,7 +27,7 @@ BACK = "the next step begins with the new weights; vLLM gets them, and checks pr
 
 
 def box(number: int, width: float) -> list[str]:
-    """A part: its name, two lines on it, and its rooms in the letters of code."""
+    """Return a part's box as lines of SVG: its name, two lines on it, and its rooms."""
     name, said, rooms = PARTS[number]
     x = EDGE + number * (width + GAP)
     middle = x + width / 2
@@ -43,7 +45,7 @@ def box(number: int, width: float) -> list[str]:
 
 
 def picture() -> str:
-    """The whole of it; on a light card of its own, so that it is read on dark pages, too."""
+    """Return the picture as SVG. It has a light background of its own, so that it can be read on dark pages, too."""
     width = (WIDTH - 2 * EDGE - GAP * (len(PARTS) - 1)) / len(PARTS)
     bottom = TOP + HIGH
     first = EDGE + width / 2

@@ -1,15 +1,16 @@
-"""``make test-versions``: fresh environments with the oldest, the newest and mixed releases, and what holds in each.
+"""Test the package with the oldest, the newest and mixed releases of what it needs, each in a fresh environment.
 
-    python scripts/test_versions.py                # all rows; some minutes each on two cores
-    python scripts/test_versions.py oldest         # one
+    make test-versions                             # all rows; some minutes each on two cores
+    python scripts/test_versions.py oldest         # one row
 
-Each row gets a virtual environment of its own under ``build/versions/`` (kept; a second call only tests), the package
-installed from this checkout with the row's pins, and five suites: the contract with TRL's private names, the parity of
-our objectives with TRL's, the drop-in runs, prompts that are computed once, and generation by groups. Prints a table,
-and writes it between the marks of docs/compatibility.md once every row has been run.
+Each row of ``ROWS`` gets a virtual environment of its own under ``build/versions/``, with the package installed from
+this checkout and the row's pins. The environment is kept, so that a second call only tests. Five suites are run in it:
+the contract with TRL's private names, the parity of our objectives with TRL's, the drop-in runs, prompts that are
+computed once, and generation by groups. A table of their last lines is printed. Once every row has been run, it is also
+written between the marks of docs/compatibility.md. The exit code is 1 if a suite failed.
 
-TRL 1.15 computes log-probs with Triton alone, so that neither TRL nor this package can train on a machine without a
-GPU; where there is none, its ``trl/kernels`` is replaced by that of 1.16, which has the same kernel in plain torch.
+TRL 1.15 computes log-probs with Triton only, so that neither TRL nor this package can train with it on a machine
+without a GPU. There its ``trl/kernels`` is replaced by that of 1.16, which has the same kernel in plain torch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ SUITES = {
 SHOWN = ("trl", "transformers", "peft", "accelerate", "datasets", "math-verify")
 TORCH = "torch==2.13.0"
 
-#: name of a row → its pins; what is not named is what pip takes within the ranges of pyproject.toml
+#: name of a row → pip's arguments that pin releases; other packages are as pip takes them within pyproject.toml's
+#: ranges
 ROWS: dict[str, list[str]] = {
     "oldest": [
         *("trl==1.15.0", "transformers==5.5.0", "peft==0.19.0", "accelerate==1.13.0", "datasets==4.7.0"),
@@ -54,7 +56,7 @@ VLLM_LIMITS = ("transformers<5.18",)  # of the test engine alone; see scripts/co
 
 @dataclass(frozen=True)
 class Outcome:
-    """One row: releases found in the environment, and each suite's last line."""
+    """The result of a row: the releases found in its environment, and the last line of each suite."""
 
     name: str
     releases: dict[str, str]
@@ -66,7 +68,7 @@ class Outcome:
 
 
 def environment(name: str) -> Path:
-    """The row's Python, installed where it is not there yet."""
+    """Return the Python of a row's environment, which is installed first if it is not there yet."""
     folder = HOME / name.replace(" ", "_")
     python = folder / "bin" / "python"
     if (folder / ".ready").exists():
@@ -84,7 +86,7 @@ def environment(name: str) -> Path:
 
 
 def _kernels_in_torch(python: Path) -> None:
-    """TRL 1.15 with the kernels of 1.16 (see the head of this file)."""
+    """Replace the kernels of TRL 1.15 by those of 1.16 (see this file's docstring)."""
     where = subprocess.run(
         [str(python), "-c", "import importlib.util as u; print(u.find_spec('trl').submodule_search_locations[0])"],
         capture_output=True,
@@ -104,6 +106,7 @@ def _kernels_in_torch(python: Path) -> None:
 
 
 def outcome(name: str) -> Outcome:
+    """Run all suites in a row's environment."""
     python = environment(name)
     listing = subprocess.run(
         [str(python), "-m", "pip", "list", "--format", "freeze"], capture_output=True, text=True, check=True
@@ -122,6 +125,7 @@ def outcome(name: str) -> Outcome:
 
 
 def table(outcomes: list[Outcome]) -> str:
+    """Return the Markdown table with a line for each row."""
     head = ["environment", *SHOWN, *SUITES]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in outcomes:
@@ -147,7 +151,8 @@ def main() -> int:
 
 
 def _file(name: str) -> Path:
-    """What a row gave, kept beside its environment: the page wants all rows, one call may run some."""
+    """Return the file beside a row's environment that keeps its result: the page shows all rows, and a call may run
+    only some."""
     return HOME / f"{name.replace(' ', '_')}.json"
 
 

@@ -1,5 +1,9 @@
-"""The same as ``grpo-lab train``, for ``accelerate launch scripts/train.py --config recipes/….yaml [--key value
-…]``."""
+"""Run ``grpo-lab train`` as a script, which launchers of several processes need.
+
+    accelerate launch scripts/train.py --config recipes/….yaml [--key value …]
+
+Options, output and exit code are those of the command.
+"""
 
 import sys
 

@@ -2,10 +2,14 @@
 
     python scripts/turns_through_templates.py --turns 100000 --tokenizer /work/shared/data/tokenizers/qwen3
 
-Each conversation goes on for some turns. The policy's text is what the template writes for random calls, now and then
-spelled otherwise, split into other tokens, or cut by a limit; tools answer with marks of turns, NULs, lone surrogates,
-other alphabets. Beside our way stands the naive one: render all messages again and encode them. The vocabulary is that
-of ``--tokenizer``, and each template's own marks are special tokens of it.
+A conversation has up to six turns. The policy's text is what the template writes for random calls; sometimes it is
+spelled otherwise, split into other tokens, or cut by a limit. Tools answer with marks of turns, NULs, lone surrogates
+and other alphabets. Our way is compared with the naive one, which renders all messages again and encodes them. The
+vocabulary is that of ``--tokenizer``, with each template's own marks as special tokens.
+
+Printed is a line for each template: turns played; what the template writes otherwise when a turn is rendered anew;
+turns whose tokens were not the beginning of the next turn's (``cut anew``); answers of tools that came out as marks of
+a turn (``forged``); and how often the naive way changes earlier tokens.
 """
 
 from __future__ import annotations
@@ -50,8 +54,8 @@ STOPS = {
     "deepseekv3": ("<｜end▁of▁sentence｜>",),
     "muse": ("<|eot|>", "<|eom|>"),
 }
-#: Templates that are tried: what the table calls them, their file, what they get, and whether TRL's training template
-#: may stand in, as TRL's trainer has it.
+#: Templates to try: name in the table, file, arguments of the template, and whether TRL's training template may take
+#: its place, as in TRL's trainer.
 CASES: tuple[tuple[str, str, dict[str, Any], bool], ...] = (
     ("Qwen3, thinking", "qwen3", {}, True),
     ("Qwen3, no thinking", "qwen3", {"enable_thinking": False}, True),
@@ -97,7 +101,7 @@ HOSTILE = (
 
 
 def tokenizer_of(folder: Path | str, template: str) -> Any:
-    """Return the tokenizer with a template, its marks as special tokens, and TRL's parser of its calls."""
+    """Return the tokenizer with a chat template, the template's marks as special tokens, and its ``stops``."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     source = (FOLDER / f"{template}.jinja").read_text(encoding="utf-8")
     stops = next(stops for family, stops in STOPS.items() if template.startswith(family))
@@ -111,7 +115,8 @@ def tokenizer_of(folder: Path | str, template: str) -> Any:
 
 
 def dialogue_of(tokenizer: Any, kwargs: dict[str, Any], training: bool = True) -> ChatDialogue:
-    """Return the dialogue as the trainer has it: a template that does not keep what it wrote is TRL's for training."""
+    """Return the dialogue as the trainer makes it. With ``training``, a template that does not render earlier turns the
+    same way again is replaced by TRL's training template."""
     add_response_schema(tokenizer)
     template = None
     if training and not is_chat_template_prefix_preserving(tokenizer):
@@ -120,7 +125,14 @@ def dialogue_of(tokenizer: Any, kwargs: dict[str, Any], training: bool = True) -
 
 
 class Play:
-    """Conversations through one dialogue, and what was counted in them."""
+    """Plays conversations through one dialogue.
+
+    Attributes:
+        counted: counts of turns, ``forged`` marks, turns ``cut anew``, and conversations that the naive way had, too.
+        known: kind of answers → number of marks that the template itself writes around them.
+        special: ids of tokens that are marks.
+        marks: their texts.
+    """
 
     def __init__(self, dialogue: ChatDialogue, seed: int, naive_share: float) -> None:
         self.dialogue = dialogue
@@ -158,8 +170,8 @@ class Play:
         unbroken(one.turns, one.prompt, one.ids, dialogue.name)
 
     def naive(self, messages: list[dict[str, Any]], so_far: list[int]) -> list[int]:
-        """Return the tokens of all messages, rendered and encoded again. Count whether they begin otherwise than
-        ``so_far``, what the policy saw and wrote that way."""
+        """Return the tokens of all messages, rendered and encoded again. Count if they do not begin with ``so_far``,
+        the tokens that the policy has seen and written that way."""
         self.counted["naive"] += 1
         try:
             ids = self.dialogue.encoded(readable(self.dialogue.rendered(messages, add_generation_prompt=True)))
@@ -169,7 +181,7 @@ class Play:
         return ids
 
     def turn(self, asked: list[dict[str, Any]]) -> list[int]:
-        """Return tokens of a policy's turn."""
+        """Return the tokens of a policy's turn, in answer to the messages ``asked``."""
         dialogue = self.dialogue
         calls = [{"type": "function", "function": {"name": "find", "arguments": self.arguments()}}]
         message = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -198,22 +210,25 @@ class Play:
         return [*ids[:place], *self.dialogue.encoded(text[0]), *self.dialogue.encoded(text[1:]), *ids[place + 1 :]]
 
     def answers(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what tools say to a message."""
+        """Return the tools' answers to a message."""
         names = [call["function"]["name"] for call in message.get("tool_calls") or ()] or ["unparsable"]
         pieces = (*WORDS, *HOSTILE, *self.marks)
         return [{"role": "tool", "name": name, "content": self.text(pieces)} for name in names]
 
     def arguments(self) -> dict[str, str]:
+        """Return random arguments of a call."""
         return {"key": self.text(WORDS[:-4]), "more": "1"}
 
     def text(self, pieces: Sequence[str]) -> str:
+        """Return a random text of the given pieces."""
         return "".join(self.draw.choice(pieces) + self.draw.choice(("", " ")) for _ in range(self.draw.randint(1, 12)))
 
     def marks_in(self, ids: list[int]) -> int:
+        """Return the number of marks among tokens."""
         return sum(token in self.special for token in ids)
 
     def harmless(self, answers: list[dict[str, Any]], before: list[int]) -> int:
-        """Return how many marks the same answers have with harmless texts."""
+        """Return the number of marks that the template writes around the same answers with harmless texts."""
         kind = (*(answer["name"] for answer in answers), before[-1])
         if kind not in self.known:
             plain = [{**answer, "content": "x"} for answer in answers]
@@ -222,7 +237,7 @@ class Play:
 
 
 def row(label: str, folder: Path, turns: int, naive_share: float, seed: int = 0) -> str:
-    """Return one row of the table."""
+    """Play ``turns`` turns through a template, and return its row of the table."""
     _, template, kwargs, training = next(case for case in CASES if case[0] == label)
     try:
         dialogue = dialogue_of(tokenizer_of(folder, template), kwargs, training)

@@ -1,5 +1,6 @@
-"""The update's bins on a GPU: whether anything waits for the device between them, and what `max_tokens: auto` makes of
-its memory. On a CPU, which has nothing to wait for and no memory statistics, the same run as a smoke."""
+"""Section about the update's bins on a GPU: does the host wait for the device between them, and how many tokens does
+`max_tokens: auto` put into a forward? A CPU has nothing to wait for and no statistics of memory; there the section only
+shows that it runs."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def section(setting: Setting) -> Iterator[Row]:
 
 
 def trained(setting: Setting, share: str, tokens: int | str, waits: list[str]) -> tuple[Any, int]:
-    """A short training → the trainer, and the bins of its last step. From the third step on (the first two look at the
-    model) ``waits`` gets what torch says of every wait for the device."""
+    """Train a few steps; return the trainer and the number of bins in its last step. From the third step on (the first
+    two examine the model) the place in the code of every wait for the device is added to ``waits``."""
     trainer = LabTrainer(
         model=str(models(setting)),
         reward_funcs=third,
@@ -62,7 +63,7 @@ def trained(setting: Setting, share: str, tokens: int | str, waits: list[str]) -
 
 @contextmanager
 def watched(waits: list[str]) -> Iterator[None]:
-    """Inside the block torch warns of every operation that waits for the device."""
+    """Add to ``waits`` the place in the code of every operation inside the block that waits for the device."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:

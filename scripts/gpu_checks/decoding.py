@@ -1,6 +1,6 @@
-"""Completions without an engine, 64 rows of 8 prompts: transformers' own call, by groups, in compiled forwards.
-
-The first call of each is not counted as a token's time: the compiled one compiles in it.
+"""Section about completions without an engine, 64 rows of 8 prompts, in three ways: transformers' own ``generate``,
+ours by groups, and ours in compiled forwards. The second call of each is timed, since the compiled way compiles in its
+first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def section(setting: Setting) -> Iterator[Row]:
 
 
 def seconds_of(generate: Callable[..., Any], model: Qwen2ForCausalLM, tokens: int) -> float:
-    """One call whose rows all have ``tokens`` tokens."""
+    """Return the seconds of one call in which every row gets ``tokens`` tokens."""
     ids = torch.randint(2, 100, (GROUPS, PROMPT), device=model.device).repeat_interleave(GROUP, dim=0)
     config = plain_generation_config(1.0, tokens, [], 0)
     synchronize()

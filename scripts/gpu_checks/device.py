@@ -1,4 +1,5 @@
-"""What the numbers were measured on: versions, device, and the peak that an MFU is a share of."""
+"""Section about what the numbers were measured on: versions, device, and the peak of operations that an MFU refers
+to."""
 
 from __future__ import annotations
 
@@ -39,15 +40,17 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
 
 
 def peak_flops(name: str) -> tuple[float, str] | None:
-    """(FLOP/s, source) of a device by its name, ``None`` where the table has it not."""
+    """Return the peak in FLOP/s of a device by its name, and the source; None if the table does not have it."""
     return next(((flops, source) for part, flops, source in PEAKS if part in name), None)
 
 
 def device_name() -> str:
+    """Return the name of the GPU or, without one, of the processor."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
 
 
 def installed(package: str) -> str:
+    """Return the version of a package, or of its build for CPUs."""
     for name in (package, f"{package}-cpu"):
         try:
             return version(name)
@@ -57,7 +60,7 @@ def installed(package: str) -> str:
 
 
 def versions(setting: Setting) -> list[Row]:
-    """One row a fact: the device, its memory and peak, what computes in which precision, and package versions."""
+    """Return a row for each fact: the device, its memory and peak, precision, and versions of packages."""
     name = device_name()
     peak = peak_flops(name)
     facts: dict[str, str] = {

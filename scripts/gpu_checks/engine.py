@@ -1,8 +1,9 @@
-"""An engine in the trainer's process, one kind of it a section: some steps are trained, every sync is proven, and what
-that kind is for is looked at.
+"""Sections about an engine in the trainer's process, one for each kind of engine: some steps are trained, every sync of
+weights is proven, and what is special in that kind is checked.
 
-Engines have no captured graphs here (``enforce_eager``), which halves their start; the timed sections have. The KV
-cache has a size in bytes, so that engines side by side do not measure each other's memory.
+Engines have no captured graphs here (``enforce_eager``), which halves the time of their start; those of the timed
+sections have. The KV cache has a fixed size in bytes: an engine that measured the free memory would count what the
+engines beside it use.
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class Kind:
-    """``shape``: of the model, on a GPU. ``looks``: further verdicts from the trainer after its steps."""
+    """A kind of engine, and how it is checked.
+
+    Attributes:
+        shape: shape of the model on a GPU.
+        tokens, tiny_tokens: most tokens of a completion, and in the tiny form.
+        settings, rollout, engine: further settings of the trainer, of ``rollout`` and of ``rollout.engine``.
+        lora: whether an adapter is trained.
+        stop: a token in so many ends a completion; 0: completions have full length.
+        steps: optimizer steps.
+        half: whether training is in bfloat16 on a GPU.
+        looks: returns further verdicts from the trainer after its steps.
+    """
 
     shape: str = "small"
     tokens: int = 64
@@ -40,7 +52,7 @@ class Kind:
 
 
 def lengths_vary(trainer: Any) -> Iterator[Row]:
-    """A token in so many ends a completion: the mean is near that number, and well below the longest."""
+    """Check that stop tokens end completions: their mean length is well below the longest."""
     means = logged(trainer, "completions/mean_length")
     longest = trainer.args.max_completion_length
     asked = f"mean completion length, of {longest} at most, where stop tokens end completions"
@@ -48,12 +60,13 @@ def lengths_vary(trainer: Any) -> Iterator[Row]:
 
 
 def adapter_alone(trainer: Any) -> Iterator[Row]:
+    """Check that a sync sends no more than the adapter."""
     trained = sum(weight.numel() * 4 for name, weight in trainer.model.named_parameters() if "lora_" in name)
     yield below("bytes of a sync, against the adapter's in float32", logged(trainer, "rollout/sync_bytes")[-1], trained)
 
 
 def several_policies(trainer: Any) -> Iterator[Row]:
-    """Completions that were cut are gone on with by the next policy."""
+    """Check that completions that were cut are continued by the next policy."""
     segments = max(logged(trainer, "rollout/segments"))
     yield verdict("policies a completion, where completions are cut and gone on with", segments, "> 1", segments > 1)
     yield verdict("groups left waiting at the end", logged(trainer, "rollout/waiting")[-1])
@@ -70,7 +83,7 @@ KINDS = {
 
 
 def section(setting: Setting, kind: str) -> Iterator[Row]:
-    """Some steps, each sync proven, then what the kind is for."""
+    """Train some steps with every sync proven, and check what is special in the kind."""
     chosen = KINDS[kind]
     trainer = trainer_of(setting, kind)
     engine = trainer.vllm_generation.llm.llm_engine.model_config.dtype
@@ -87,7 +100,7 @@ def section(setting: Setting, kind: str) -> Iterator[Row]:
 
 
 def built(setting: Setting, kind: str) -> Iterator[Row]:
-    """Where no such engine can be had: model and settings, which are checked without it."""
+    """Check model and settings alone, on a machine that cannot have this kind of engine."""
     settings = arguments(setting, kind)
     model_folder(setting, "tiny")
     LabConfig(**settings)
@@ -110,8 +123,8 @@ def shape_of(setting: Setting, kind: str) -> str:
 
 
 def arguments(setting: Setting, kind: str) -> dict[str, Any]:
-    """The learning rate moves weights by more than bfloat16 rounds away, so that an engine that was not told would
-    show."""
+    """Return the trainer's settings. The learning rate moves weights by more than bfloat16 rounds away, so that an
+    engine that did not get them would show."""
     chosen = KINDS[kind]
     tokens = chosen.tiny_tokens if setting.tiny else chosen.tokens
     cut = {"cut_after": max(tokens // 3, 1)} if "cut_after" in chosen.rollout else {}
@@ -133,4 +146,5 @@ def arguments(setting: Setting, kind: str) -> dict[str, Any]:
 
 
 def logged(trainer: Any, name: str) -> list[float]:
+    """Return all logged values of a metric."""
     return [row[name] for row in trainer.state.log_history if name in row]

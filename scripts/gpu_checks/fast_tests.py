@@ -1,6 +1,6 @@
-"""``make test-fast``'s tests where a GPU is visible: which of them fail there, by name.
+"""Section that runs the tests of ``make test-fast`` where a GPU is visible, and names those that fail.
 
-Each line is read as it is printed, so that a run that its limit ends has named the failures that it met.
+Each line of pytest's is read as it is printed, so that a run that is ended at its limit has named the failures so far.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gpu_checks.section import Row, Setting, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = "not slow and not not_fast and not thorough and not vllm"
-#: of them the tiny form runs these
+#: the tests of the tiny form
 FEW = ("tests/unit/losses/test_gae.py", "tests/unit/rewards/test_schedules.py")
-#: seconds before its limit at which the section ends the run itself, and says how far it came
+#: so many seconds before its limit the section ends the run itself, and says how far it came
 MARGIN = 3.0
 _SAID = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 _TEST = re.compile(r"tests/\S+\.py::\S+")
@@ -32,13 +32,16 @@ def section(setting: Setting) -> Iterator[Row]:
 
 
 def command(setting: Setting) -> list[str]:
+    """Return the command of pytest, on several processes if xdist is installed."""
     words = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=line", "-m", FAST]
     spread = ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "loadfile"] if find_spec("xdist") else []
     return [*words, *(FEW if setting.tiny else spread)]
 
 
 def told(words: Sequence[str], seconds: float, where: str) -> Iterator[Row]:
-    """A row for each test that failed, and one that counts; TimeoutError where they did not come to their end."""
+    """Run pytest by the command ``words``; yield a row for each test that failed, and one with their number. Raises
+    TimeoutError if the tests are not done after ``seconds``, and RuntimeError if pytest ends otherwise. ``where``: the
+    device, for the rows."""
     counts: Counter[str] = Counter()
     running = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     late = threading.Timer(max(seconds, 0.1), running.terminate)

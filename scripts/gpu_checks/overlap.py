@@ -1,7 +1,8 @@
-"""A vLLM server and the trainer on one card, weights through shared memory: one batch ahead against waiting for it.
+"""Section about a vLLM server and the trainer on one card, with weights through shared memory: generating one batch
+ahead against waiting for it.
 
-Ours in both runs, so that the ratio is the overlap's alone. The first two batches of a run are not counted. On a card
-that both share, the ideal is less than on two: kernels of one side wait for the other's.
+Both runs are ours, so that the quotient shows the overlap alone. The first two batches of a run are not counted. On one
+card overlap gains less than on two, since kernels of one side wait for the other's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ GROUP, SKIPPED = 8, 2
 
 @dataclass
 class Side:
-    """Seconds of a batch, and of its generation where the trainer waits for it; what was logged; the weights' way."""
+    """One run: seconds of a batch, and of generation while the trainer waits for it; the log; and the ``way`` by which
+    weights are sent."""
 
     batch: float
     generation: float
@@ -35,6 +37,7 @@ class Side:
     way: str
 
     def logged(self, name: str) -> list[float]:
+        """Return all logged values of a metric."""
         return [row[name] for row in self.history if name in row]
 
 
@@ -64,6 +67,7 @@ def section(setting: Setting) -> Iterator[Row]:
 
 
 def trained(setting: Setting, model: Path, url: str, overlap: int) -> Side:
+    """Train some batches with the server at ``url``, ``overlap`` batches ahead (0 or 1)."""
     settings = arguments(setting, url, overlap)
     trainer = LabTrainer(
         model=str(model),

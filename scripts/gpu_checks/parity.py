@@ -1,12 +1,14 @@
-"""Stock TRL and ours on the same scripted rollouts, on this device, in float32 and bfloat16: the test suite's harness
-and bounds.
+"""Sections that compare stock TRL and ours on the same scripted rollouts, on this device, in float32 and bfloat16, with
+the test suite's harness and bounds.
 
-float32: the final weights' movements differ by at most what rounding makes of this run
-(``tests/tolerance.movement_gap``: rounding of the weights, and the log-probs' error in each step, from the unit
-roundoff and the number of additions). bfloat16 (autocast, float32 weights): the yardstick is stock's own rounding, the
-distance of its bfloat16 run from its float32 run. Ours is another draw of errors of that size (other shapes, other
-attention kernels), so both distances, ours from stock's float32 run and the two bfloat16 runs from each other (√2 of
-one's error), are at most twice the yardstick.
+float32: the movements of the weights may differ by what rounding makes of such a run: the rounding of the weights, and
+the error of the log-probs in each step, computed from the unit roundoff and the number of additions
+(``tests/tolerance.movement_gap``).
+
+bfloat16 (autocast, float32 weights): the yardstick is stock's own rounding, which is the distance of its bfloat16 run
+from its float32 run. Ours makes other errors of the same size, by other shapes and other attention kernels. So two
+distances may be at most twice the yardstick: that of our bfloat16 run from stock's float32 run, and that of the two
+bfloat16 runs from each other (to expect is √2 times the yardstick).
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model
 from parity.harness import ONE_ROW_IN_A_HUNDRED, Run, arguments, movement_bound, movement_difference, train
 
-#: objective → TRL's settings that say the same
+#: objective → TRL's settings of the same objective
 STOCK: dict[str, dict[str, Any]] = {
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
     "grpo": {"loss_type": "grpo"},
     "dapo": {"loss_type": "dapo"},
 }
-#: bfloat16: two passes, so that ratios leave 1; none comes near a clip, which one draw of rounding would cut and
-#: another not
+#: settings in bfloat16: two passes, so that ratios differ from 1, but so little that none comes near a clip, where
+#: rounding would decide whether it is cut
 MOVES = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-4}
 
 
 def models(setting: Setting) -> Path:
-    """A random Qwen2 whose heads are of 64, as Qwen2.5's (tiny: of 8), so that a GPU takes its usual attention
-    kernels."""
+    """Return the folder of a random Qwen2, which is made if it is not there. Its attention heads have 64 dimensions as
+    Qwen2.5's (tiny: 8), so that a GPU takes its usual kernels."""
     folder = setting.own / "model"
     if not folder.exists():
         sizes = {"hidden_size": 32} if setting.tiny else {"hidden_size": 256, "num_layers": 4}
@@ -47,6 +49,7 @@ def models(setting: Setting) -> Path:
 
 
 def run(setting: Setting, kind: Any, name: str, **changes: Any) -> Run:
+    """Train with a trainer class ``kind`` and the objective ``name``; ``changes``: further settings."""
     settings = arguments(setting.own / "out", **({"use_cpu": not setting.gpu} | changes))
     ours = issubclass(kind, LabTrainer)
     args = LabConfig(objective=name, **settings) if ours else GRPOConfig(**settings, **STOCK[name])
@@ -56,7 +59,7 @@ def run(setting: Setting, kind: Any, name: str, **changes: Any) -> Run:
 
 
 def fp32(setting: Setting) -> Iterator[Row]:
-    """Movement of the weights in four SGD steps, stock beside ours, one row an objective."""
+    """Compare the movement of the weights in four steps of SGD in float32; yield a row for each objective."""
     width = 32 if setting.tiny else 256
     for name in objectives(setting):
         stock, ours = (run(setting, kind, name) for kind in (GRPOTrainer, LabTrainer))
@@ -68,7 +71,7 @@ def fp32(setting: Setting) -> Iterator[Row]:
 
 
 def bf16(setting: Setting) -> Iterator[Row]:
-    """The same under bfloat16 autocast, measured by stock's own rounding."""
+    """Compare the movement of the weights under bfloat16 autocast; yield a row for each objective."""
     if setting.gpu and not torch.cuda.is_bf16_supported():
         raise RuntimeError("this GPU has no bfloat16")
     for name in objectives(setting):

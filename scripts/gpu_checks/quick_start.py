@@ -1,5 +1,5 @@
-"""The quick start on this device: its cold start and its reinforcement, shortened, with the seconds of a step of each,
-and what the whole would take by them."""
+"""Section about the quick start on this device: its cold start and its reinforcement learning, shortened, with the
+seconds of a step of each, and what the whole quick start would take by them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_lab.pipelines.train import train
 from grpo_lab.recipe.sections import read_recipe
 
 QUICK = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "dr_grpo.yaml"
-#: optimizer steps of the recipe: of its cold start, of its reinforcement
+#: optimizer steps in the recipe: of its cold start, and of its reinforcement learning
 WHOLE = (1000, 100)
 
 
@@ -43,6 +43,8 @@ def section(setting: Setting) -> Iterator[Row]:
 
 
 def watched(inner: Any, timed: list[tuple[str, float]]) -> Any:
+    """Return the method ``inner`` of a trainer, which also appends the trainer's class and the seconds to ``timed``."""
+
     def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         out = inner(self, *args, **kwargs)

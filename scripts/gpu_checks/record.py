@@ -1,4 +1,5 @@
-"""The results: one JSON file, whole after every section, and what of it is kept when a check is taken up again."""
+"""The results of a check: one JSON file, which is whole after every section, and its page. With ``--resume`` a check
+continues the file of an earlier one."""
 
 from __future__ import annotations
 
@@ -12,45 +13,56 @@ from gpu_checks.markdown import page
 from gpu_checks.section import Outcome
 from grpo_lab.io import write_whole_text
 
-#: statuses of a section that has answered; every other one leaves its question open
+#: statuses of a section that has answered; a check with ``--resume`` runs the others again
 ANSWERED = ("ok", "failed")
 BAD = ("failed", "broke", "limit", "killed")
 
 
 @dataclass
 class Record:
-    """``file`` and the page beside it. ``told`` stands above the sections: form, device, budget."""
+    """The results so far.
+
+    Attributes:
+        file: the JSON file; the page stands beside it.
+        told: facts of the whole check: form, device, budget, seconds.
+        sections: name of a section → its outcome.
+    """
 
     file: Path
     told: dict[str, Any]
     sections: dict[str, Outcome] = field(default_factory=dict)
 
     def keep(self, name: str, outcome: Outcome) -> None:
-        """One more section; a machine that goes away after it loses nothing. A section that was not begun this time
-        leaves what an earlier check has of it."""
+        """Add the outcome of a section, and write the file. If the section was skipped for lack of time, the rows that
+        an earlier check has of it are kept."""
         earlier = self.sections.get(name, {})
         if not (outcome["status"] == "skipped" and earlier.get("rows")):
             self.sections[name] = outcome | {"ended": now()}
         self.write()
 
     def answered(self, name: str) -> bool:
+        """Return whether a section has answered."""
         return self.sections.get(name, {}).get("status") in ANSWERED
 
     def write(self) -> None:
+        """Write the file and the page."""
         found = self.found()
         write_whole_text(self.file, json.dumps(found, indent=1, default=str) + "\n")
         write_whole_text(self.file.with_suffix(".md"), page(found))
 
     def found(self) -> dict[str, Any]:
+        """Return the content of the file."""
         return {**self.told, "written": now(), "sections": self.sections}
 
     @property
     def failed(self) -> bool:
+        """Whether a section failed, broke or was ended."""
         return any(outcome["status"] in BAD for outcome in self.sections.values())
 
 
 def taken_up(file: Path, told: dict[str, Any]) -> dict[str, Outcome]:
-    """The sections of an earlier check. SystemExit where it was of another form or machine."""
+    """Return the sections of an earlier check. Raises SystemExit if it was of another form or machine than ``told``
+    says, or cannot be read."""
     try:
         earlier = json.loads(file.read_text())
         sections: dict[str, Outcome] = earlier["sections"]
@@ -66,4 +78,5 @@ def taken_up(file: Path, told: dict[str, Any]) -> dict[str, Outcome]:
 
 
 def now() -> str:
+    """Return the time in UTC as text."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

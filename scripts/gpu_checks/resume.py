@@ -1,5 +1,5 @@
-"""Three steps and three more from their checkpoint against six in one go, and the same six steps twice, as the
-yardstick: what a GPU's kernels do not repeat, no resume can."""
+"""Section about resume: three steps and three more from their checkpoint, against six without a stop. The same six
+steps are also made twice: where a GPU's kernels do not repeat themselves to the bit, no resume can."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def section(setting: Setting) -> Iterator[Row]:
 
 
 def trained(setting: Setting, name: str, checkpoint: str | None = None) -> torch.Tensor:
-    """The final weights. Completions are sampled by the model, so that random numbers are part of what resumes."""
+    """Train, from a checkpoint if one is given, and return the final weights in one row. Completions are sampled by the
+    model, so that random numbers are part of what is resumed."""
     trainer = LabTrainer(
         model=str(models(setting)),
         reward_funcs=third,
@@ -47,8 +48,10 @@ def arguments(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def third(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Reward: the sum of a completion's token ids modulo 3."""
     return [float(sum(ids) % 3) for ids in completion_ids]
 
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference of a weight."""
     return float((one - other).abs().max())

@@ -1,8 +1,9 @@
-"""All sections within a budget: the functional ones side by side, then the timed ones alone, each in its own process.
+"""Run all sections within a budget: first those that measure no time, side by side, and then the timed ones, one by
+one.
 
-While functional sections run, nothing is timed; when the last of them has begun, the processes of the timed ones are
-started and import, so that each begins at once when its turn comes. On a CPU a section is a fork of this process, which
-has imported everything; on a GPU it is a new process, since CUDA does not survive a fork.
+Each section has a process of its own. When the last untimed section has begun, the processes of the timed ones are
+started on a GPU, and import, so that each can answer at once when its turn comes. On a CPU a section is a fork of this
+process, which has imported everything; on a GPU it is a new process, since CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 from gpu_checks.process import Started
 from gpu_checks.section import Outcome, Section, Setting
 
-#: at most so many seconds between two looks at the limits
+#: most seconds between two checks of the limits
 LOOK = 1.0
 
 
 class Runner:
-    """``keep(name, outcome)`` is called after every section, in the order in which they end."""
+    """Runs sections. ``keep(name, outcome)`` is called after every section, in the order in which they end; ``cores``:
+    number of cores for sections that run side by side; None: all."""
 
     def __init__(self, setting: Setting, keep: Callable[[str, Outcome], None], cores: int | None = None) -> None:
         self.setting = setting
@@ -32,7 +34,8 @@ class Runner:
         self.started: dict[str, Started] = {}
 
     def run(self, sections: Sequence[Section]) -> None:
-        """Everything, the most telling first; whatever ends this call ends the processes, too."""
+        """Run all sections, in the order given as far as possible. If this call is interrupted, the processes end,
+        too."""
         possible = [section for section in sections if self.possible(section)]
         timed = [section for section in possible if section.timed]
         try:
@@ -47,6 +50,7 @@ class Runner:
                 process.kill()
 
     def possible(self, section: Section) -> bool:
+        """Return whether the packages that a section needs are installed; else record that they are not."""
         missing = [package for package in section.needs if find_spec(package) is None]
         if missing and not section.only_built(self.setting):
             reason = f"{', '.join(missing)} not installed"
@@ -55,6 +59,7 @@ class Runner:
         return True
 
     def fits(self, section: Section) -> bool:
+        """Return whether the budget still has time for a section; else record that it was skipped."""
         needed = section.tiny_seconds if self.setting.tiny else section.seconds
         left = self.setting.left()
         if needed <= left:
@@ -64,6 +69,7 @@ class Runner:
         return False
 
     def side_by_side(self, waiting: list[Section], timed: Sequence[Section]) -> None:
+        """Run the sections ``waiting`` on all cores. Once all have begun, those that are ``timed`` import on a GPU."""
         running: list[Started] = []
         while waiting or running:
             waiting = self.begin_what_has_room(waiting, running)
@@ -75,7 +81,8 @@ class Runner:
                 self.finish(process)
 
     def begin_what_has_room(self, waiting: list[Section], running: list[Started]) -> list[Section]:
-        """Begin in their order those that find cores; a smaller one goes past one that does not -> those that wait."""
+        """Begin those of the ``waiting`` sections for which enough cores are free, in their order, and return the
+        others. A section that needs fewer cores may begin before an earlier one that has to wait."""
         later: list[Section] = []
         for section in waiting:
             free = self.cores - sum(process.section.keeps_busy(self.setting) for process in running)
@@ -86,18 +93,20 @@ class Runner:
         return later
 
     def own_cores(self, section: Section, running: Sequence[Started]) -> tuple[int, ...]:
-        """On a CPU each section has cores of its own, so that two engines do not bind their threads to the same one."""
+        """Return the cores to which a section is bound; none on a GPU, or if too few are free. On a CPU each section
+        has its own, so that two engines do not bind their threads to the same ones."""
         taken = {core for process in running for core in process.setting.cores}
         free = sorted(os.sched_getaffinity(0) - taken)[: section.keeps_busy(self.setting)]
         return () if self.setting.gpu or len(free) < section.keeps_busy(self.setting) else tuple(free)
 
     def import_ahead(self, timed: Sequence[Section]) -> None:
+        """Start the processes of the timed sections, which import and then wait."""
         for section in timed:
             if section.name not in self.started:
                 self.start(section)
 
     def imported(self) -> None:
-        """Wait until the processes of the timed sections have imported: nothing runs beside what is timed."""
+        """Wait until the processes of all timed sections have imported, so that nothing runs beside what is timed."""
         waiting = list(self.started.values())
         while waiting := [one for one in waiting if not (one.ready or one.ended() or one.over() <= 0)]:
             wait([thing for process in waiting for thing in process.waits_on()], timeout=LOOK)
@@ -105,6 +114,7 @@ class Runner:
                 process.hear()
 
     def alone(self, section: Section) -> None:
+        """Run a timed section, if the budget has time for it."""
         if not self.fits(section):
             return
         process = self.started.get(section.name) or self.start(section)
@@ -123,7 +133,8 @@ class Runner:
 
 
 def look_at(running: Sequence[Started]) -> None:
-    """Wait until one has something to say, ends, or is over its limit. Those that have imported are asked at once."""
+    """Wait until one of the processes has imported, ends, or reaches its limit, but at most ``LOOK`` seconds. Those
+    that have imported are asked at once."""
     if not running:
         return
     for process in running:

@@ -1,8 +1,8 @@
-"""What a section is: where it starts, how long it may take, whether it is timed; and the rows that it gives.
+"""What a section is: its function, how long it may take, whether it is timed; and the rows that it yields.
 
-A row with ``asked`` is a verdict, of one line: what was asked, the number, the bound or ratio that it is held against,
-and ``pass``: True, False, or None where nothing was judged. Other columns of a row are for the table below it. A
-section yields its rows as they come: one that is ended at its limit keeps those that it has.
+A row with ``asked`` is a verdict: what was asked, the ``number`` found, the ``bound`` to which it is compared, and
+``pass``, which is True, False, or None if nothing was judged. Other columns of a row are for the section's table. A
+section yields each row as soon as it has it, so that a section that is ended at its limit keeps those so far.
 """
 
 from __future__ import annotations
@@ -20,9 +20,17 @@ Outcome = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """``tiny``: models that a CPU trains in a second. ``deadline``: on ``time.monotonic()``'s clock; in a section it is
-    the end of its own limit. ``folder``: scratch of all sections; a section writes below ``own``. ``cores``: those that
-    it is bound to; empty: none. ``patience``: limits are so many times as long."""
+    """What a section is given.
+
+    Attributes:
+        tiny: whether models are so small that a CPU trains them in a second.
+        device: ``cuda`` or ``cpu``.
+        deadline: end of the check, on the clock of ``time.monotonic()``; inside a section the end of its own limit.
+        folder: scratch folder of all sections.
+        own: the section's own folder in it.
+        cores: cores to which the section is bound; empty: to none.
+        patience: factor on all limits, for a machine that is busy otherwise.
+    """
 
     tiny: bool
     device: str
@@ -33,6 +41,7 @@ class Setting:
     patience: float = 1.0
 
     def left(self) -> float:
+        """Return the seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     @property
@@ -44,15 +53,16 @@ class Setting:
 class Section:
     """One question to the machine, answered in a process of its own.
 
-    run: ``module:function``, called as ``function(setting, **options)``; it gives rows.
-    seconds: what it takes on an H200 once its process has imported everything: it is not begun with less left.
-    tiny_seconds: the same of its tiny form on two CPU cores.
-    limit: seconds after which it is killed (tiny: ``tiny_limit``).
-    timed: its seconds are a result, so it runs alone.
-    tags: names under which ``--only`` and ``--skip`` find it, beside its own.
-    cores: those that it keeps busy, so many are not given to others meanwhile (tiny: ``tiny_cores``).
-    needs: packages without which there is nothing to ask.
-    gpu_only: why a CPU cannot run it; there ``builds``, another ``module:function``, is run as far as it goes.
+    Attributes:
+        run: ``module:function``, called as ``function(setting, **options)``; it yields rows.
+        seconds: what it takes on an H200 once its process has imported everything. It is skipped if less time is left.
+        tiny_seconds: the same for its tiny form on two CPU cores.
+        limit: seconds after which it is killed (tiny: ``tiny_limit``).
+        timed: whether its seconds are a result, so that it runs alone.
+        tags: names under which ``--only`` and ``--skip`` find it, besides its own.
+        cores: number of cores that it keeps busy, and that others do not get meanwhile (tiny: ``tiny_cores``).
+        needs: packages without which it cannot run.
+        gpu_only: why a CPU cannot run it; there ``builds``, another ``module:function``, is run instead.
     """
 
     name: str
@@ -71,13 +81,15 @@ class Section:
     options: dict[str, Any] = field(default_factory=dict)
 
     def keeps_busy(self, setting: Setting) -> int:
+        """Return the number of cores that it keeps busy."""
         return self.tiny_cores if setting.tiny else self.cores
 
     def only_built(self, setting: Setting) -> bool:
+        """Return whether ``builds`` is run in place of ``run``."""
         return self.gpu_only is not None and not setting.gpu
 
     def begins(self, setting: Setting) -> Callable[[Setting], Iterable[Row]]:
-        """The function to call with a setting, with everything imported that it needs."""
+        """Import the section's module, and return the function to call with a setting."""
         place = self.builds if self.only_built(setting) else self.run
         assert place is not None, f"{self.name}: a section that a CPU cannot run says what it builds"
         module, _, name = place.partition(":")
@@ -85,20 +97,21 @@ class Section:
         return lambda setting: function(setting, **self.options)
 
     def names(self) -> tuple[str, ...]:
+        """Return all names under which the section is found."""
         return (self.name, "timed" if self.timed else "functional", *self.tags)
 
 
 def verdict(asked: str, number: Any, bound: Any = "", passed: bool | None = None, **columns: Any) -> Row:
-    """A row that answers one question. ``passed`` None: a number without a judgement."""
+    """Return a row that answers one question. ``passed`` None: the number is not judged."""
     return {"asked": asked, "number": number, "bound": bound, "pass": passed, **columns}
 
 
 def below(asked: str, number: float, bound: float, **columns: Any) -> Row:
-    """Passes where the number is at most the bound; NaN does not."""
+    """Return a verdict that passes if the number is at most the bound; NaN does not pass."""
     return verdict(asked, number, f"<= {bound:.3g}", bool(number <= bound), **columns)
 
 
 def faster(setting: Setting, asked: str, before: float, now: float, **columns: Any) -> Row:
-    """A ratio of seconds, passed above 1; with small models it is a number and no judgement."""
+    """Return a verdict on a quotient of seconds, which passes above 1; in the tiny form it is not judged."""
     passed = None if setting.tiny else before > now
     return verdict(asked, f"{before / now:.2f}x", "> 1x", passed, **columns)

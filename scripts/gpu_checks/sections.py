@@ -1,4 +1,4 @@
-"""The table of sections, the most telling first, and the ratios between two of them."""
+"""The table of all sections, the most telling first, and the quotients that compare two of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ ALONE = {"timed": True, "tags": ("engine",), "needs": ("vllm",), "limit": 120.0,
 
 
 def engine(name: str, kind: str, **more: object) -> Section:
-    """A section that trains some steps with an engine in its process, and says whether what holds of it holds."""
+    """Return a section of ``gpu_checks.engine`` for one kind of engine; ``more`` replaces its usual attributes."""
     given = {**ENGINE, "options": {"kind": kind}, **more}
     return Section(f"engine, {name}", "gpu_checks.engine:section", 90, 25, **given)  # type: ignore[arg-type]
 
 
 def update(shape: str, variant: str, seconds: float) -> Section:
+    """Return a section of ``gpu_checks.update`` for one shape and variant."""
     options = {"shape": shape, "variant": variant}
     return Section(f"update, {shape}, {variant}", "gpu_checks.update:section", seconds, 6, timed=True, tags=("update",),
                    options=options)  # fmt: skip
@@ -68,7 +69,7 @@ TIMED = (
 )  # fmt: skip
 SECTIONS = (*FUNCTIONAL, *TIMED)
 
-#: what is asked → section and column of stock's seconds, and of ours: both stand in one table, of one machine
+#: question → (section, column) of stock's seconds, and of ours
 RATIOS = {
     "whole step with vLLM, stock over ours": (
         ("whole step, vLLM, stock", "step s"),

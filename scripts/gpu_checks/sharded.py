@@ -1,7 +1,9 @@
-"""FSDP2 and DeepSpeed's ZeRO: the exact update with the recipes' accelerate files against one plain process.
+"""Sections about FSDP2 and DeepSpeed's ZeRO: the exact update with the recipes' accelerate files, against one plain
+process, in float32.
 
-One process on a GPU, by ``accelerate launch`` itself; two gloo ranks on a CPU. float32. Worker, rollouts and bound are
-the test suite's (``tests/distributed``): what another order of float32 sums may make of the movement.
+On a GPU it is one process, started by ``accelerate launch``; on a CPU two gloo ranks. Worker, rollouts and bound are
+the test suite's (``tests/distributed``). The bound is what another order of float32 sums may change in the movement of
+the weights.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ CASES = (
 
 
 def fsdp2(setting: Setting) -> Iterator[Row]:
+    """Compare FSDP2."""
     yield from compared(setting, "fsdp2", lambda report: report["fsdp2"] is True)
 
 
 def zero(setting: Setting, stage: int) -> Iterator[Row]:
+    """Compare DeepSpeed's ZeRO of a stage."""
     yield from compared(setting, f"zero{stage}", lambda report: report["zero_stage"] == stage)
 
 
 def compared(setting: Setting, config: str, is_so: Any) -> Iterator[Row]:
+    """Yield a verdict for each case: how far the weights' movement with ``config`` is from that of one plain process.
+    ``is_so(report)`` returns whether the run was sharded as ``config`` says."""
     plain = launched(setting, "single", 1)
     processes = 1 if setting.gpu else 2
     sharded = launched(setting, config, processes)
@@ -49,7 +55,8 @@ def compared(setting: Setting, config: str, is_so: Any) -> Iterator[Row]:
 
 
 def launched(setting: Setting, config: str, processes: int) -> World:
-    """The trainings in ``processes`` processes; each world has the same rows in every optimizer step."""
+    """Run the trainings of all cases in ``processes`` processes. Any number of processes has the same rows in an
+    optimizer step."""
     use_cpu = not setting.gpu and not config.startswith("zero")
     runs = [case.spec(processes) for case in CASES]
     for run in runs:

@@ -1,8 +1,10 @@
-"""Each group's prompt computed once: the gradients beside stock TRL's, the seconds beside stock's and ours without it.
+"""Sections about prompts that are computed once for their group: gradients compared with stock TRL's, and seconds
+compared with stock's and with ours without sharing.
 
-Fixed rollouts of 8 groups of 8, 5 groups dead. ``on`` computes attention in tiles, ``flex`` in FlexAttention's kernel,
-with the same mask, ``flash`` in a flash kernel's call for sequences of any lengths. Seconds are those of an optimizer
-step without generation, the first left out.
+Rollouts are fixed: 8 groups of 8, 5 of them dead. Sides of ours are ``off``, where every row has its prompt; ``on``,
+which computes attention in tiles; ``flex``, in FlexAttention's kernel with the same mask; ``flash``, in a flash
+kernel's call for sequences of different lengths. Seconds are those of an optimizer step without generation; the first
+step is left out.
 """
 
 from __future__ import annotations
@@ -28,13 +30,22 @@ from grpo_lab.trainer.trl_bridge import CLOCK
 GROUP = 8
 SHARING = {"off": "off", "on": "on", "flex": "on", "flash": "on"}
 ATTENTION = {"flex": "flex_attention", "flash": "flash_attention_2"}
-#: packages of which one brings a flash kernel: its own, or the hub's, which fetches one
+#: packages with a flash kernel: flash-attn has its own, and kernels fetches one from the hub
 FLASH = ("flash_attn", "kernels")
 
 
 @dataclass
 class Side:
-    """What a side's training gave: its steps' seconds without the first, its peak, its norms and first gradient."""
+    """One training of a side.
+
+    Attributes:
+        seconds: median of the steps without the first.
+        first: seconds of the first step.
+        peak: peak of memory in MiB above the start.
+        norms: the gradient's norm in each step.
+        tokens: number of tokens computed in a step; NaN for stock, which does not log it.
+        gradient: the first gradient in one row; None in bfloat16.
+    """
 
     seconds: float
     first: float
@@ -45,7 +56,7 @@ class Side:
 
 
 def gradients(setting: Setting) -> Iterator[Row]:
-    """float32: ours, unshared and shared, against stock."""
+    """Compare the gradients of ours, unshared and shared, with stock's in float32."""
     cell = cell_of(setting, "small", 64, 32)
     stock = trained(setting, "small", cell, "stock", steps=0)
     for side in ("off", "on"):
@@ -55,7 +66,7 @@ def gradients(setting: Setting) -> Iterator[Row]:
 
 
 def flex_gradients(setting: Setting) -> Iterator[Row]:
-    """float32: FlexAttention against tiles."""
+    """Compare the gradient with FlexAttention with that with tiles in float32."""
     cell = cell_of(setting, "small", 64, 32)
     tiles, flex = (trained(setting, "small", cell, side, steps=0) for side in ("on", "flex"))
     row = agrees("gradient with FlexAttention from that with tiles", tiles, flex)
@@ -63,8 +74,8 @@ def flex_gradients(setting: Setting) -> Iterator[Row]:
 
 
 def flex_unfused(setting: Setting) -> Iterator[Row]:
-    """On a CPU: the mask that the kernel gets, read by PyTorch's own unfused one, whose backward is refused on CPUs
-    only because nobody fused it there."""
+    """Do the same on a CPU: PyTorch's unfused FlexAttention reads the mask that the kernel would get. PyTorch refuses a
+    backward on CPUs, since there is no fused kernel, and so do we; both checks are switched off here."""
     from transformers.integrations.flex_attention import WrappedFlexAttention
 
     attention = torch.nn.attention.flex_attention
@@ -77,7 +88,7 @@ def flex_unfused(setting: Setting) -> Iterator[Row]:
 
 
 def seconds(setting: Setting) -> Iterator[Row]:
-    """The 0.5B shape under bfloat16: a step of stock, of ours unshared and shared."""
+    """Time a step of stock, and of ours unshared and shared, for the 0.5B shape under bfloat16."""
     cell = cell_of(setting, "0.5B", 1024, 256)
     found: dict[str, Side] = {}
     for side in ("stock", "off", "on"):
@@ -92,7 +103,8 @@ def seconds(setting: Setting) -> Iterator[Row]:
 
 
 def flex_seconds(setting: Setting) -> Iterator[Row]:
-    """The 0.5B shape under bfloat16: a step with tiles and with FlexAttention, and how long that one compiles."""
+    """Time a step with tiles and with FlexAttention, and how long the latter compiles, for the 0.5B shape under
+    bfloat16."""
     cell = cell_of(setting, "0.5B", 1024, 256)
     tiles = trained(setting, "0.5B", cell, "on", steps=3)
     yield {"side": "tiles", "step s": tiles.seconds, "peak MiB": tiles.peak}
@@ -105,7 +117,7 @@ def flex_seconds(setting: Setting) -> Iterator[Row]:
 
 
 def flash_seconds(setting: Setting) -> Iterator[Row]:
-    """The 0.5B shape under bfloat16: a step with tiles and with a flash kernel, where one is installed."""
+    """Time a step with tiles and with a flash kernel, if one is installed, for the 0.5B shape under bfloat16."""
     if not any(find_spec(package) for package in FLASH):
         yield verdict("a flash kernel", f"none: neither {' nor '.join(FLASH)} is installed")
         return
@@ -128,7 +140,8 @@ def shape_of(setting: Setting, shape: str) -> str:
 
 
 def trained(setting: Setting, shape: str, cell: Cell, side: str, steps: int) -> Side:
-    """``steps`` optimizer steps after a first one; a cell counts its generations, so each side starts it anew."""
+    """Train a side for ``steps`` optimizer steps after a first one. ``small`` shapes are trained in float32, others
+    under bfloat16 on a GPU."""
     exact = shape == "small"
     torch.manual_seed(0)
     config = config_of(shape_of(setting, shape))
@@ -165,6 +178,7 @@ def arguments(setting: Setting, cell: Cell, steps: int) -> dict[str, Any]:
 
 
 def agrees(asked: str, one: Side, other: Side) -> Row:
+    """Return a verdict on the distance of two gradients, relative to the length of the first."""
     assert one.gradient is not None
     assert other.gradient is not None
     apart = float((other.gradient - one.gradient).norm() / one.gradient.norm())
@@ -172,13 +186,14 @@ def agrees(asked: str, one: Side, other: Side) -> Row:
 
 
 def norms_agree(asked: str, one: Side, other: Side) -> Row:
-    """bfloat16 rounds to 4e-3; a norm is a mean over all weights."""
+    """Return a verdict on the gradient norms of two sides under bfloat16. A number is rounded by up to 4e-3 there, and
+    a norm, which all weights share in, by less than the bound of 5e-3."""
     apart = max(abs(a - b) / a for a, b in zip(one.norms, other.norms, strict=True))
     return below(asked, apart, 5e-3)
 
 
 def flex_built(setting: Setting) -> Iterator[Row]:
-    """On a CPU: a model with that attention, and the refusal of ours there, in its words."""
+    """Check on a CPU that ours refuses FlexAttention, and names it."""
     cell = cell_of(setting, "0.5B", 1024, 256)
     try:
         trained(setting, "0.5B", cell, "flex", steps=0)
@@ -189,7 +204,7 @@ def flex_built(setting: Setting) -> Iterator[Row]:
 
 
 def flash_built(setting: Setting) -> Iterator[Row]:
-    """On a CPU: transformers' own refusal of that attention."""
+    """Check on a CPU that transformers refuses a flash kernel."""
     cell = cell_of(setting, "0.5B", 1024, 256)
     try:
         trained(setting, "0.5B", cell, "flash", steps=0)

@@ -1,9 +1,9 @@
-"""The update's seconds, tokens a second, MFU and peak memory: stock and ours on fixed rollouts, plain, with
-checkpointing, with LoRA.
+"""Sections about the update of stock and ours on fixed rollouts: seconds, tokens a second, MFU and peak memory; plain,
+with gradient checkpointing, and with LoRA.
 
-Float32 weights under bfloat16 autocast (TRL's default) on a GPU, float32 on a CPU; AdamW; the lengths of real GSM8K
-model outputs. Generation is scripted and not timed, and the first step of a run is not either. Every batch of lengths
-comes twice: a kernel that plans for each shape (cuDNN's attention does) takes longer the first time.
+Weights are float32, under bfloat16 autocast (TRL's default) on a GPU; the optimizer is AdamW; lengths are those of real
+GSM8K model outputs. Generation is scripted and not timed. Every batch of lengths comes twice, and the second time
+counts: a kernel that plans for each shape, as cuDNN's attention, takes longer the first time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ DEAD_SHARES = (0.62, 0.0)
 
 
 def section(setting: Setting, shape: str, variant: str) -> Iterator[Row]:
-    """Dead shares × sides, one row each; a run that breaks (memory) is an ``error`` row."""
+    """Measure both sides for each share of dead groups; yield a row for each. A run that breaks, as for lack of memory,
+    has an ``error`` in its row."""
     for share in shares(setting, shape, variant):
         found: dict[str, Row] = {}
         for side in SIDES:
@@ -41,12 +42,14 @@ def section(setting: Setting, shape: str, variant: str) -> Iterator[Row]:
 
 
 def shares(setting: Setting, shape: str, variant: str) -> tuple[float, ...]:
-    """The most telling first. Tiny: one shape stands for both, so without dead groups it is asked for once."""
+    """Return the shares of dead groups to measure, the most telling first. In the tiny form all shapes are the same, so
+    only one section measures without dead groups."""
     both = not setting.tiny or (shape, variant) == ("0.5B", "plain")
     return DEAD_SHARES if both else DEAD_SHARES[:1]
 
 
 def attempt(setting: Setting, shape: str, variant: str, share: float, side: str) -> Row:
+    """Return the row of one run, or one with an ``error`` if it breaks."""
     groups = 2 if setting.tiny else 8
     row: Row = {"shape": shape, "variant": variant, "dead": round(share * groups) / groups, "side": side}
     try:
@@ -57,7 +60,7 @@ def attempt(setting: Setting, shape: str, variant: str, share: float, side: str)
 
 
 def measured(setting: Setting, shape: str, variant: str, rollouts: Rollouts, side: str) -> Row:
-    """One training run: medians of its steps without the first."""
+    """Train once, and return the measured columns of its row: medians over the second half of the steps."""
     torch.manual_seed(0)
     before = torch.cuda.memory_allocated() / 2**20 if setting.gpu else 0.0
     with torch.device(setting.device):
@@ -83,14 +86,15 @@ def measured(setting: Setting, shape: str, variant: str, rollouts: Rollouts, sid
 
 
 def adapter() -> Any:
-    """Without dropout, under which stock and ours would draw different masks."""
+    """Return the configuration of the LoRA adapter. It has no dropout, for which stock and ours would draw different
+    masks."""
     from peft import LoraConfig
 
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def arguments(setting: Setting, variant: str, rows: int) -> dict[str, Any]:
-    """Stock's and ours: a drop-in run, ``objective`` unset, so that both are told the same."""
+    """Return the settings of both sides. ``objective`` is unset (a drop-in run), so that both can have the same."""
     return {
         "output_dir": str(setting.own / "out"), "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": rows // 8, "num_generations": GROUP, "max_completion_length": 512,
@@ -102,7 +106,7 @@ def arguments(setting: Setting, variant: str, rows: int) -> dict[str, Any]:
 
 
 def beside(setting: Setting, stock: Row, ours: Row) -> Row:
-    """Ours with stock's seconds over its own, where both were measured."""
+    """Return our row as a verdict on stock's seconds over ours; a run that broke is in place of the quotient."""
     asked = f"update, {ours['shape']}, {ours['variant']}, {ours['dead']:.0%} dead: stock over ours"
     if "seconds" in stock and "seconds" in ours:
         return faster(setting, asked, stock["seconds"], ours["seconds"], **ours)
@@ -110,6 +114,7 @@ def beside(setting: Setting, stock: Row, ours: Row) -> Row:
 
 
 def free_memory() -> None:
+    """Give the memory of earlier runs back to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

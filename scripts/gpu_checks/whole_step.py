@@ -1,10 +1,10 @@
-"""A whole optimizer step, stock and ours: seconds and the share of each part, rollout tokens a second, and the gap
-after a weight sync.
+"""Sections about a whole optimizer step of stock and of ours: seconds and share of each part, rollout tokens a second,
+and the gap of log-probs after a weight sync.
 
-Parts: *sync* (weights into the engine), *generate* (completions), *score* (rewards, advantages, and in stock TRL the
-forward passes for the importance correction), *update* (everything else between two optimizer steps). With an engine
-stop tokens end completions, so that their lengths vary as a trained model's do; without one all have full length. Five
-of eight groups are dead. The first two steps, in which ours also proves the sync (the gap), are not timed.
+The parts are *sync* (weights into the engine), *generate* (completions), *score* (rewards, advantages, and in stock TRL
+the forward passes for the importance correction) and *update* (everything else between two optimizer steps). With an
+engine stop tokens end completions, so that their lengths vary as a trained model's do; without one all have full
+length. Five of eight groups are dead. The first two steps, in which ours also proves the sync, are not timed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from grpo_lab.testing import tiny_tokenizer
 
 GROUPS, DEAD, UNTIMED = 8, 5, 2
 PARTS = ("sync", "generate", "score", "update")
-#: with an engine: the shape, tokens of a prompt and at most of a completion, and one token in so many ends one
+#: with an engine: the model's shape, tokens of a prompt, most tokens of a completion; one token in STOP ends it
 SHAPE, PROMPT, TOKENS, STOP = "1.5B", 256, 512, 300
 
 
 class Parts(TrainerCallback):
-    """Seconds of every step's parts. What is timed inside another is taken off it."""
+    """Callback that notes the seconds of each part of every step. A part that runs inside another does not count in
+    it."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
 
     def watch(self, trainer: Any) -> None:
+        """Time the methods of a trainer that make up the parts."""
         wrap(trainer, "_generate_and_score_completions", self, "scored")
         wrap(trainer, "_generate", self, "generated")
         if trainer.use_vllm:
@@ -63,6 +65,7 @@ class Parts(TrainerCallback):
 
 
 def wrap(owner: Any, name: str, parts: Parts, part: str) -> None:
+    """Make each call of ``owner.name`` add its seconds to a part of the present step."""
     inner = getattr(owner, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -77,13 +80,13 @@ def wrap(owner: Any, name: str, parts: Parts, part: str) -> None:
 
 
 def reward(completion_ids: list[list[int]], number: list[int], **_: Any) -> list[float]:
-    """Five of eight groups all right, the others by chance."""
+    """Reward: 1 for all completions of five of eight groups; for the others the sum of the token ids modulo 2."""
     return [1.0 if n % GROUPS < DEAD else float(sum(ids) % 2) for n, ids in zip(number, completion_ids, strict=True)]
 
 
 def model_folder(setting: Setting, shape: str) -> Path:
-    """A model of the shape with random weights, made once for all sections; the tokenizer is the small one of the
-    tests, whose ids are the first of the model's."""
+    """Return the folder of a model of the shape with random weights, which is made once for all sections. The tokenizer
+    is the small one of the tests; the model has more token ids."""
     folder = setting.folder / f"model-{shape}"
     if not folder.exists():
         partial = Path(tempfile.mkdtemp(dir=setting.folder))
@@ -100,21 +103,23 @@ def model_folder(setting: Setting, shape: str) -> Path:
 
 
 def prompts(setting: Setting, rows: int, tokens: int) -> Dataset:
-    """``number`` says which of a step's groups a row is. A prompt has about so many tokens."""
+    """Return ``rows`` prompts of about ``tokens`` tokens. ``number`` counts them: the reward tells by it which groups
+    of a step are dead."""
     more = 0 if setting.tiny else max(tokens - 10, 0)
     texts = [f"Tom has {n} apples." + " apples" * more + " How many?" for n in range(rows)]
     return Dataset.from_dict({"prompt": texts, "number": list(range(rows))})
 
 
 def stop_tokens(shape: str, every: int) -> list[int]:
-    """Where weights are random, each token ends a completion with chance 1 / ``every``."""
+    """Return the token ids that end completions: a share 1 / ``every`` of all, so that with random weights each token
+    ends a completion with about that probability."""
     words = config_of(shape).vocab_size
     return sorted(random.Random(0).sample(range(words // 2, words), words // every))
 
 
 def arguments(setting: Setting, engine: bool) -> dict[str, Any]:
-    """The learning rate moves weights by more than bfloat16 rounds away, so that an engine that was not told would
-    show."""
+    """Return the settings of both sides. The learning rate moves weights by more than bfloat16 rounds away, so that an
+    engine that did not get them would show."""
     tokens = 16 if setting.tiny else TOKENS if engine else 64
     shape = "tiny" if setting.tiny else SHAPE
     vllm = {
@@ -132,7 +137,7 @@ def arguments(setting: Setting, engine: bool) -> dict[str, Any]:
 
 
 def run(setting: Setting, kind: Any, *, engine: bool) -> tuple[Row, Any]:
-    """One training run -> its row and the trainer."""
+    """Train once with a trainer class; return its row, with medians of the timed steps, and the trainer."""
     trainer = trainer_of(setting, kind, engine)
     parts = Parts()
     trainer.add_callback(parts)
@@ -163,7 +168,7 @@ def trainer_of(setting: Setting, kind: Any, engine: bool) -> Any:
 
 
 def with_transformers(setting: Setting) -> Iterator[Row]:
-    """The 0.5B shape without an engine, 64 tokens a completion."""
+    """Compare a step of the 0.5B shape without an engine, with 64 tokens a completion."""
     stock, _ = run(setting, GRPOTrainer, engine=False)
     yield stock
     ours, _ = run(setting, LabTrainer, engine=False)
@@ -174,11 +179,12 @@ def with_transformers(setting: Setting) -> Iterator[Row]:
 
 
 def stock(setting: Setting) -> Iterator[Row]:
+    """Measure a step of stock TRL with an engine."""
     yield measured(run(setting, GRPOTrainer, engine=True)[0])
 
 
 def ours(setting: Setting) -> Iterator[Row]:
-    """The gap after the syncs, in nats a token, beside its tolerance, and the seconds."""
+    """Measure a step of ours with an engine, and check the gap of log-probs after the syncs, in nats a token."""
     row, trainer = run(setting, LabTrainer, engine=True)
     gaps = [line["rollout/sync_gap"] for line in trainer.state.log_history if "rollout/sync_gap" in line]
     engine = trainer.vllm_generation.llm.llm_engine.model_config.dtype
@@ -188,11 +194,12 @@ def ours(setting: Setting) -> Iterator[Row]:
 
 
 def measured(row: Row) -> Row:
+    """Return a row as a verdict that is not judged."""
     return verdict(f"seconds of a whole step with vLLM, {row['side']}", row["step s"], **row)
 
 
 def stock_built(setting: Setting) -> Iterator[Row]:
-    """Where stock TRL cannot sync: its settings, the model and the rows, without the engine."""
+    """Check settings, model and rows alone, on a machine where stock TRL cannot sync weights into the engine."""
     GRPOConfig(**arguments(setting, engine=True))
     model_folder(setting, "tiny")
     yield verdict("its settings are accepted, prompts are made", len(prompts(setting, GROUPS, PROMPT)))

@@ -1,4 +1,4 @@
-"""A section in its process: it imports, says so, waits until it is asked, and writes each row as soon as it has it."""
+"""What happens in a section's process: it imports, says so, waits until it is asked, and writes each row at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from typing import Any
 from gpu_checks.section import Outcome, Section, Setting
 from grpo_lab.sandbox.kernel import die_with_parent
 
-#: variable that says whose descendant a process is
+#: environment variable that says to which section a process belongs
 MARK = "GPU_CHECK_SECTION"
 
 
 def work(section: Section, setting: Setting, gate: Connection) -> None:
-    """``gate`` gets "ready" and gives the seconds of the limit, which count from then on."""
+    """Run a section in this process, which then ends. Over ``gate`` it sends "ready" after its imports, and gets the
+    seconds of its limit, which count from then on."""
     die_with_parent(signal.SIGKILL)
     os.setsid()
     answer = answer_file(setting)
@@ -45,15 +46,18 @@ def work(section: Section, setting: Setting, gate: Connection) -> None:
 
 
 def answer_file(setting: Setting) -> Path:
+    """Return the file with a section's rows and how it ended, a line of JSON each."""
     return setting.own / "answer.jsonl"
 
 
 def say(file: Any, line: dict[str, Any]) -> None:
+    """Write a line of the answer file at once."""
     file.write(json.dumps(line, default=str) + "\n")
     file.flush()
 
 
 def into_log(setting: Setting) -> None:
+    """Send everything that this process prints into the section's log."""
     log = os.open(setting.own / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -62,7 +66,8 @@ def into_log(setting: Setting) -> None:
 
 
 def surroundings(setting: Setting, section: Section) -> None:
-    """What processes side by side must not share: ports, cores, folders; and what a machine without a network needs."""
+    """Set what processes side by side must not share (ports, cores, folders), and what a machine without a network
+    needs."""
     from ports import free_port
 
     os.environ[MARK] = str(setting.own)
@@ -83,8 +88,8 @@ def surroundings(setting: Setting, section: Section) -> None:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """The first line of what was raised, with its type, and the traceback. A section that ends itself in time is told
-    from one that broke."""
+    """Return the last line of the answer file for an error: its type and first line, and the traceback. A TimeoutError
+    means that the section has ended itself at its limit; any other error that it broke."""
     said = str(error).strip().splitlines()
     message = f"{type(error).__name__}: {said[0] if said else ''}"[:300]
     status = "limit" if isinstance(error, TimeoutError) else "broke"
@@ -92,8 +97,8 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def outcome_of(setting: Setting, how: str | None = None) -> Outcome:
-    """What the process left. ``how`` it was ended from outside, or None; then a file without an end is a process that
-    was killed."""
+    """Return a section's outcome from what its process has left. ``how``: how the runner ended the process, in words;
+    None if it did not. If the process has not written how it ended, somebody else killed it."""
     rows: list[dict[str, Any]] = []
     ended: dict[str, Any] = {}
     file = answer_file(setting)
@@ -116,6 +121,6 @@ def outcome_of(setting: Setting, how: str | None = None) -> Outcome:
 
 
 def log_of(setting: Setting) -> str:
-    """The end of what it printed."""
+    """Return the end of what a section's process has printed."""
     log = setting.own / "log.txt"
     return log.read_text(errors="replace")[-4000:] if log.is_file() else ""
