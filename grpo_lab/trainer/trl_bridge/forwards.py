@@ -40,7 +40,8 @@ def completion_log_probs(
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs and entropies ``[B, L - 1]``, in nats, of the tokens of a bin by TRL's fused LM head, at the
-    trainer's sampling temperature. Entry t belongs to token t + 1; a token that is not scored gets 0.
+    trainer's sampling temperature. Entry t belongs to token t + 1; a token that is not scored gets 0. Entropies are
+    None if the head makes none (TRL's reference model).
 
     TRL feeds left-padded rows without positions, so a row's rotary angles depend on its padding. Given the positions
     that a row has there, the same row with other padding gets the same numbers here.
@@ -51,16 +52,12 @@ def completion_log_probs(
     where it depends on a setting of torch whether a changed hook is noticed.
 
     Args:
-        accelerator, model: the trainer's accelerator, and the model as it was wrapped.
         input_ids: long ``[B, L]``, rows padded on the right, where a causal model cannot look.
         labels: long ``[B, L]``, the tokens to score; −100: not scored.
         position_ids: long ``[B, L]``.
         attention_mask: long ``[B, L]``, needed only for a hole in a row.
         on_host: the labels on the host, if ``labels`` are on a GPU.
         kept: int ``[B, L - 1, K]``, the tokens among which each token is scored (``trl_bridge.kept``); None: all.
-
-    Returns:
-        Log-probs, and entropies or None if the head makes none (TRL's reference model).
 
     Raises:
         ValueError: ``kept`` is given, and the labels are not on the host or the model is compiled.
