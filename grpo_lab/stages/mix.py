@@ -92,6 +92,7 @@ class Source:
 
     @staticmethod
     def _loaded(data: DataSection, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a loader, with the worked solution as completion. Raises ValueError if a row has none."""
         for number, row in enumerate(encodable(load_rows(data, f"rows.{name}.data").to_list())):
             if row.get(GOLD) is None:
                 raise ValueError(f"`rows.{name}`: {describe(data)} has a row without `{GOLD}`")

@@ -112,6 +112,7 @@ class EpochOrderMixin:
         return self._order
 
     def _init_training_state(self: Any, max_steps: int, *more: Any) -> tuple[int, int]:
+        """Return the epochs and batches that are over, and drop a permutation of the rows for each of these epochs."""
         epochs, batches = super()._init_training_state(max_steps, *more)  # type: ignore[misc]
         ordered = isinstance(self._order, RepeatSampler) and self._order.shuffle  # our samplers save where they are
         if ordered and not self.args.ignore_data_skip:
@@ -129,6 +130,7 @@ class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
     def _init_training_state(
         self, max_steps: int, updates_per_epoch: int, num_epochs: int, checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
+        """Return the epochs and batches that are over; all epochs if the checkpoint has all steps."""
         epochs, batches = super()._init_training_state(max_steps, updates_per_epoch, num_epochs, checkpoint, trial)
         done = checkpoint is not None and 0 < max_steps <= self.state.global_step
         self._at_its_end = checkpoint if done else None
@@ -140,6 +142,7 @@ class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
         return super().train(chosen(self, resume_from_checkpoint), *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights of a checkpoint. Raises ValueError if it lacks tensors of the model or has other shapes."""
         policy: Any = self.model
         adapter = Path(resume_from_checkpoint) / "adapter_model.safetensors"
         if model is None and getattr(policy, "peft_config", None) and adapter.is_file():  # not wrapped by FSDP
@@ -161,6 +164,7 @@ class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
         load_other_names(self, self.state.best_model_checkpoint)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        """End the training. If there was nothing to train, its loss is computed from the log."""
         if self._at_its_end is not None:
             self.say(f"all {self.state.max_steps} steps are done: nothing to train")
             self._load_rng_state(self._at_its_end)

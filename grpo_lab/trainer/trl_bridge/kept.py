@@ -64,6 +64,8 @@ def over_kept(kept: Tensor) -> Iterator[None]:
     forward raises ValueError for a model that caps or scales its logits."""
 
     class OverKept:
+        """Stands for the autograd function of TRL's head, whose arguments it takes."""
+
         @staticmethod
         def apply(hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, temperature: float, *rest: Any) -> Any:
             _, softcap, scale, _ = rest
