@@ -90,7 +90,8 @@ def main_table(found: Found, target: float) -> str:
     rows = []
     for arm, runs in found.items():
         for one in runs:
-            own, seed = times[arm][one["seed"]], one["seed"]
+            own = times[arm][one["seed"]]
+            seed = one["seed"]
             sides = [times.get(side, {}).get(seed, math.inf) for side in TUNED]
             rows.append([arm, str(seed), *told(one, target), ratio(sides[0], own), ratio(own, sides[1])])
         if len(runs) > 1:

@@ -84,7 +84,9 @@ class Clock(TrainerCallback):  # type: ignore[misc]
     first ``dense`` steps, and then after every ``every``-th."""
 
     def __init__(self, every: int, dense: int) -> None:
-        self.every, self.dense, self.began = every, dense, 0.0
+        self.every = every
+        self.dense = dense
+        self.began = 0.0
         self.taken: list[tuple[int, float, dict[str, torch.Tensor]]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
@@ -120,7 +122,8 @@ def run(name: str, seed: int, folder: Path, options: Options) -> Record:
     settings = {**changes_asked(options), **ARMS[arm]}
     settings |= {"learning_rate": float(rate), "max_steps": int(steps), "seed": seed}
     settings["num_iterations"] = int(updates or 1)
-    clock, start = Clock(options.every, options.dense), started(options.start, options.tiny)
+    clock = Clock(options.every, options.dense)
+    start = started(options.start, options.tiny)
     with ExitStack() as stack:
         served = arm in ONE_UPDATE
         if served:
@@ -131,7 +134,8 @@ def run(name: str, seed: int, folder: Path, options: Options) -> Record:
             settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.options.base_url}
             settings |= {"vllm_importance_sampling_mode": "token_truncate"}
             torch.set_num_threads(1)
-        rows, kind = training_rows(), GRPOTrainer if arm == "stock" else LabTrainer
+        rows = training_rows()
+        kind = GRPOTrainer if arm == "stock" else LabTrainer
         settings["output_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
         if served:  # its first batch takes a server many times what the others take
             built(kind, start, rows, **settings | {"max_steps": 1, "learning_rate": 0.0}).train()
@@ -171,7 +175,8 @@ def evaluated(clock: Clock, start: Path, problems: int) -> list[Point]:
     recipe = read_yaml(RECIPE)
     rows = load_rows(read(DataSection, recipe["evaluation"]["data"] | {"n": problems}, "evaluation.data"))
     reward = build.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
+    model = AutoModelForCausalLM.from_pretrained(start)
+    tokenizer = AutoTokenizer.from_pretrained(start)
     found = []
     for step, seconds, weights in clock.taken:
         model.load_state_dict(weights)
@@ -292,9 +297,13 @@ def options_of(words: argparse.ArgumentParser) -> Options:
     words.add_argument("--tiny", action="store_true", help="a smoke: two steps, 20 problems, one seed, one rate")
     options = words.parse_args()
     if options.tiny:
-        options.steps, options.every, options.problems = 2, 1, 20
-        options.seeds, options.folder = options.seeds[:1], options.folder / "tiny"
-        options.rates, options.updates = options.rates[:1], options.updates[:1]
+        options.steps = 2
+        options.every = 1
+        options.problems = 20
+        options.seeds = options.seeds[:1]
+        options.folder = options.folder / "tiny"
+        options.rates = options.rates[:1]
+        options.updates = options.updates[:1]
     options.arms = options.arms or [arm for arm in ARMS if arm != "uncorrected"]
     if unknown := sorted({*options.arms} - {*ARMS}):
         raise SystemExit(f"--arms {', '.join(unknown)}: there are {', '.join(ARMS)}")

@@ -109,7 +109,8 @@ class Reward:
     __name__ = "odd_share"
 
     def __init__(self, dead: int, prompts: int) -> None:
-        self.dead, self.prompts = dead, prompts
+        self.dead = dead
+        self.prompts = prompts
 
     def __call__(self, number: list[int], completion_ids: list[list[int]], **_: Any) -> list[float]:
         odd = [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
@@ -181,7 +182,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a smoke")
     asked = parser.parse_args()
     if asked.tiny:
-        asked.shape, asked.tokens, asked.batches, asked.cells = "tiny", 16, 3, ["5:1"]
+        asked.shape = "tiny"
+        asked.tokens = 16
+        asked.batches = 3
+        asked.cells = ["5:1"]
         asked.rounds = 1
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -56,7 +56,8 @@ class PromptTokens:
 
     def take(self, decoded: int) -> int:
         """Return the number of prompt tokens computed since the last call: all tokens without the ``decoded`` ones."""
-        computed, self.computed = self.computed, 0
+        computed = self.computed
+        self.computed = 0
         return computed - decoded
 
 

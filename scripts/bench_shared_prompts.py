@@ -154,7 +154,8 @@ def line(cell: Cell, size: tuple[int, int], rounds: int, steps: int) -> dict[str
     lengths = zip(*map(cell.row, [0] * cell.rows, range(cell.rows)))
     prompt, completion = (round(sum(map(len, parts)) / cell.rows) for parts in lengths)
     if not isinstance(cell, FewShot):
-        prompt, completion = cell.prompt, cell.completion
+        prompt = cell.prompt
+        completion = cell.completion
     row: dict[str, Any] = {"prompt": prompt, "completion": completion, "G": cell.group}
     row["stock's micro-batch"] = best.settings["per_device_train_batch_size"]
     row |= {f"{side}, s": median(seconds) for side, seconds in taken.items()}

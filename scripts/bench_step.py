@@ -177,7 +177,8 @@ def main() -> None:
     asked.add_argument("--rows", type=int, default=1024, help="with --host: completions an optimizer step")
     options = asked.parse_args()
     if options.tiny:
-        options.rounds, options.steps = 1, 2
+        options.rounds = 1
+        options.steps = 2
     hf_logging.set_verbosity_error()
     start = started(options.start, options.tiny)
     rows = training_rows()

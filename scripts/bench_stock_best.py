@@ -161,7 +161,11 @@ def arguments() -> argparse.Namespace:
     args.steps = 1
     args.shape = args.shape or ("0.5B" if args.gpu else "small")
     if args.quick:
-        args.rows, args.micros, args.dead, args.lengths, args.repeats = 16, [4, 8], [0.62], [40], 1
+        args.rows = 16
+        args.micros = [4, 8]
+        args.dead = [0.62]
+        args.lengths = [40]
+        args.repeats = 1
     return args
 
 
@@ -174,7 +178,8 @@ def main() -> None:
         f"GFLOP/s, a copy {peak_bytes / 1e9:.1f} GB/s; Liger: {'not ' if len(liger()) == 1 else ''}installed",
         flush=True,
     )
-    rows, searched = [], []
+    rows = []
+    searched = []
     with tempfile.TemporaryDirectory() as folder:
         size = build(Path(folder), args.shape)
         for length in tqdm(args.lengths, desc="mean lengths"):

@@ -105,11 +105,13 @@ def compare_silent(folder: Path, args: argparse.Namespace, dead: int) -> list[di
 def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) -> dict[str, Any]:
     """Run stock and ours in turn, ``args.repeats`` times, and then ours and the floor in turn, ``args.floor_repeats``
     times; return the row of the table, with medians."""
-    stock, ours = [], []
+    stock = []
+    ours = []
     for _ in range(args.repeats):
         stock.append(run(GRPOTrainer, folder, args, dead, corrected, "sgd"))
         ours.append(run(LabTrainer, folder, args, dead, corrected, "sgd"))
-    stock_s, ours_s = median(side.seconds for side in stock), median(side.seconds for side in ours)
+    stock_s = median(side.seconds for side in stock)
+    ours_s = median(side.seconds for side in ours)
     steps = [
         (theirs, own) for a, b in zip(stock, ours, strict=True) for theirs, own in zip(a.each, b.each, strict=True)
     ]
@@ -175,7 +177,10 @@ def arguments() -> argparse.Namespace:
     if args.plot and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'grpo_lab[figures]'")
     if args.quick:
-        args.rows, args.steps, args.dead, args.floor_repeats = 5 * GROUP, 1, [0.62], 1
+        args.rows = 5 * GROUP
+        args.steps = 1
+        args.dead = [0.62]
+        args.floor_repeats = 1
     return args
 
 

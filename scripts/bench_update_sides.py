@@ -55,9 +55,11 @@ class Rollouts:
     period: int | None = None
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        call, self.calls = self.calls, self.calls + 1
+        call = self.calls
+        self.calls += 1
         made = [self.row(call, r) for r in range(len(prompts))]
-        prompt_ids, completion_ids = [list(p) for p, _ in made], [list(c) for _, c in made]
+        prompt_ids = [list(p) for p, _ in made]
+        completion_ids = [list(c) for _, c in made]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": self._sampler_logps(made)}
 
     def row(self, call: int, row: int) -> tuple[list[int], list[int]]:
@@ -110,7 +112,8 @@ class Watch(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         synchronize()
-        self.began, self.generation = time.perf_counter(), 0.0
+        self.began = time.perf_counter()
+        self.generation = 0.0
 
     def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
         if self.keep_gradient and self.gradient is None:
@@ -193,7 +196,8 @@ def run(
     chosen = {name: value for name, value in (settings(folder, args, optim) | extra).items() if value is not None}
     trainer = trainer_of(kind, model, rollouts, chosen, watch)
     if corrected:  # log-probs arrive as from vLLM; no engine is needed for what happens after generation
-        trainer.use_vllm, trainer._last_loaded_step = True, -1
+        trainer.use_vllm = True
+        trainer._last_loaded_step = -1
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     start = flat(model)
     reset_peak()

@@ -91,7 +91,8 @@ def one_side(side: str, name: str, data: Path, size: int) -> dict[str, Any]:
     """Judge a set in this process; return the seconds of the first call and of all, and the verdicts."""
     rows = rows_of(name, data)
     call = trl_side() if side == "trl" else our_side(rows, side == "warm", "workers only" not in name)
-    seconds, verdicts = [], []
+    seconds = []
+    verdicts = []
     for start in range(0, len(rows), size):
         begun = time.perf_counter()
         verdicts += call(rows[start : start + size])

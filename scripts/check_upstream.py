@@ -135,7 +135,8 @@ class Finding:
 
 def compared(name: str, why: str, old: ast.stmt | None, new: ast.stmt | None, releases: tuple[str, str]) -> Finding:
     """Compare a definition in two releases, whose names are ``releases``."""
-    before, after = code(old), code(new)
+    before = code(old)
+    after = code(new)
     if before == after and new is not None:
         return Finding(name, why, "same")
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), *releases, lineterm="", n=2)
@@ -167,20 +168,23 @@ def our_subclasses(release: Release) -> Iterator[tuple[str, str]]:
 
 def findings(old: Release, new: Release) -> list[Finding]:
     """Compare everything that we rely on in two releases."""
-    names, pair = runpy.run_path(str(BRIDGE / "names.py")), (f"trl {old.name}", f"trl {new.name}")
+    names = runpy.run_path(str(BRIDGE / "names.py"))
+    pair = (f"trl {old.name}", f"trl {new.name}")
     result = [
         Finding(f"{module}.{name}", "imported", "same" if new.has(name, module) else GONE)
         for module, name in sorted(imports_of_trl())
     ]
     methods = {("GRPOTrainer", name) for name in names["METHODS"]} | set(our_subclasses(old))
     for kind, name in sorted(methods):
-        before, after = old.method(kind, name), new.method(kind, name)
+        before = old.method(kind, name)
+        after = new.method(kind, name)
         if before is not None or after is not None:  # else it is transformers' own
             result.append(compared(f"{kind}.{name}", "overridden or called", before, after, pair))
     lost = set(names["ATTRIBUTES"]) & old.attributes("GRPOTrainer") - new.attributes("GRPOTrainer")
     result += [Finding(f"GRPOTrainer.{name}", "read", GONE) for name in sorted(lost)]
     for module, name in sorted(imports_of_trl()):
-        before, after = old.get(name, module), new.get(name, module)
+        before = old.get(name, module)
+        after = new.get(name, module)
         if isinstance(before, ast.FunctionDef):
             result.append(compared(name, "called", before, after, pair))
     return result + list(_fields(old, new))

@@ -74,7 +74,8 @@ def cases() -> dict[str, dict[str, Any]]:
 
 def smoke(name: str, start: Path, args: argparse.Namespace, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Train one preset or trainer, and return its line of the table, with ``error`` if the run broke."""
-    output, began = args.folder / name, time.perf_counter()
+    output = args.folder / name
+    began = time.perf_counter()
     changes = {**extra, **cases()[name], "model": {"path": str(start)}, "cold_start": None, "evaluation": None}
     changes |= {"output_dir": str(output), "name": name, "max_steps": args.steps, "per_device_train_batch_size": ROWS}
     changes |= {"disable_tqdm": True, "logging_steps": 1}

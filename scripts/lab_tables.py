@@ -107,7 +107,8 @@ def measured_with(text: str, shown: dict[str, str], kept: dict[str, Any]) -> str
         if len(rows) > 2:
             at = column_said(name, rows[0])
             values = in_short([(row[0], row[at].partition(" (")[0]) for row in rows[2:]])
-            what, took = f"{rows[0][at]}, {rows[-1][1]} seeds", minutes(kept.get(name, {}))
+            what = f"{rows[0][at]}, {rows[-1][1]} seeds"
+            took = minutes(kept.get(name, {}))
             lines.append(f"| [{name}]({page}) | {what} | {'; '.join(values)} | {took} |")
     return LINES.sub(lambda found: found[1] + "\n".join(lines) + "\n", text)
 

@@ -80,7 +80,8 @@ def table(runs: list[Record]) -> str:
 
 def columns(run: Record) -> dict[str, str]:
     """Return a run's row of the table: column → cell."""
-    before, after = run["before"], run["after"]
+    before = run["before"]
+    after = run["after"]
     found = {
         "seed": str(run["seed"]),
         "accuracy before RL": f"{before['accuracy']:.3f}",

@@ -135,7 +135,9 @@ def layer_activation_bytes(shape: Shape) -> int:
 
     Left out are 8 + 4 × heads bytes of norms and softmax.
     """
-    h, k, i = shape.hidden, shape.key_value, shape.intermediate
+    h = shape.hidden
+    k = shape.key_value
+    i = shape.intermediate
     return 16 * h + 10 * h + 4 * h + 4 * k + 8 * i
 
 

@@ -95,7 +95,9 @@ def read_lock(lock: Path, have: Sequence[str]) -> tuple[list[str], dict[str, str
     Returns:
         The lines of packages for the kit, name → version of them, and the names of those that the machine has.
     """
-    kept, versions, left = list[str](), dict[str, str](), list[str]()
+    kept = list[str]()
+    versions = dict[str, str]()
+    left = list[str]()
     for line in lock.read_text(encoding="utf-8").splitlines():
         found = re.match(r"\s*([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s;\\]+)", line)
         if found is None:
@@ -152,7 +154,9 @@ class Parts:
     """
 
     def __init__(self, folder: Path, name: str, most: int) -> None:
-        self.folder, self.name, self.most = folder, name, most
+        self.folder = folder
+        self.name = name
+        self.most = most
         self.made: list[dict[str, Any]] = []
         self._file: IO[bytes] | None = None
         self._hash = hashlib.sha256()
@@ -164,7 +168,8 @@ class Parts:
             if not self._room:
                 self.close()
                 self._file = (self.folder / f"{self.name}.{len(self.made):03d}").open("wb")
-                self._hash, self._room = hashlib.sha256(), self.most
+                self._hash = hashlib.sha256()
+                self._room = self.most
             piece = data[place : place + self._room]
             assert self._file is not None
             self._file.write(piece)
@@ -255,7 +260,8 @@ def pack(asked: argparse.Namespace) -> None:
     kit.mkdir(parents=True)
     archives = {}
     with tempfile.TemporaryDirectory() as folder:
-        site, engine = Path(folder) / "packages", Path(folder) / "engine"
+        site = Path(folder) / "packages"
+        engine = Path(folder) / "engine"
         install_packages(site, lines, asked.python, asked.machine)
         archives["packages"] = archive(site, kit, "packages", asked.max_part, unused)
         if asked.vllm is not None:
@@ -293,7 +299,8 @@ def lock(asked: argparse.Namespace) -> None:
     wanted = [one for one in NEEDED if name_of(one) != "torch"] + [f"torch=={asked.torch}"]
     wanted += [f"vllm=={asked.vllm}"] if asked.vllm else []
     with tempfile.TemporaryDirectory() as folder:
-        near, words = Path(folder) / "near.txt", [uv, "pip", "compile", "--quiet", "--only-binary", ":all:"]
+        near = Path(folder) / "near.txt"
+        words = [uv, "pip", "compile", "--quiet", "--only-binary", ":all:"]
         near.write_text("\n".join(one for one in pins if not one.startswith("torch==")), encoding="utf-8")
         words += ["--no-annotate", "--python-version", asked.python, "--constraint", str(near), "-"]
         words += ["--python-platform", f"{asked.machine}-manylinux_2_28"]

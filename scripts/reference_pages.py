@@ -180,7 +180,8 @@ def settings() -> str:
 def keys(place: str, kind: Any) -> list[str]:
     """Return a table of the keys of the mapping ``place``, which is read as the dataclass ``kind``, and a table for
     each mapping inside it. If the docstring describes no key, its text without the first paragraph is returned."""
-    said, kinds = arguments_of(kind), typing.get_type_hints(kind)
+    said = arguments_of(kind)
+    kinds = typing.get_type_hints(kind)
     gone = {name for name, one in kinds.items() if one is type(None)}
     fields = [field for field in dataclasses.fields(kind) if field.name != "knobs" and field.name not in gone]
     nested = {field.name: INSIDE.get(f"{place}.{field.name}", _one_kind(kinds[field.name])) for field in fields}

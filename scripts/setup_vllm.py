@@ -241,11 +241,13 @@ def run(check_only: bool) -> int:
         print("[setup-vllm] vLLM is not set up here (run `make setup-vllm`)")
         return ABSENT
     refuse_what_cannot_work()
-    start, before = time.monotonic(), environment_size()
+    start = time.monotonic()
+    before = environment_size()
     if installed(PACKAGE) != VERSION and installed("vllm") is None:
         install()
     versions = check_import()
-    seconds, megabytes = time.monotonic() - start, (environment_size() - before) / 1e6
+    seconds = time.monotonic() - start
+    megabytes = (environment_size() - before) / 1e6
     print(f"[setup-vllm] ready: vllm, torch = {versions}; {seconds:.0f} s, {megabytes:.0f} MB")
     return READY
 

@@ -130,7 +130,8 @@ def table_row(
     others: list[tuple[float, int, float, float]] = []
     for seed in range(seeds):
         rows = one_step(groups, num_ranks, rows_per_rank, dead, seed)
-        prompt, completion = np.asarray(rows.prompt_lengths), np.asarray(rows.completion_lengths)
+        prompt = np.asarray(rows.prompt_lengths)
+        completion = np.asarray(rows.completion_lengths)
         budget = default_max_tokens(micro_batch, int(prompt.max()), int(completion.max()))
         start = time.process_time()
         plan = plan_update(rows, num_ranks, budget, overhead_tokens=overhead)
@@ -169,7 +170,8 @@ def over_mean(per_rank: tuple[int, ...]) -> float:
 
 def received(plan: Plan, rows: Rows, num_ranks: int) -> tuple[Lengths, float]:
     """Return the bytes that each rank receives ``[R]``, and the share of the planned rows that move between ranks."""
-    prompt, completion = np.asarray(rows.prompt_lengths), np.asarray(rows.completion_lengths)
+    prompt = np.asarray(rows.prompt_lengths)
+    completion = np.asarray(rows.completion_lengths)
     each = len(rows) // num_ranks
     routes = Routes.of(plan, completion, each)
     padded = completion.reshape(num_ranks, each).max(axis=1)[routes.homes]

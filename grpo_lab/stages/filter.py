@@ -123,8 +123,8 @@ class DuplicateFilter:
 
     def apply(self, filtering: Filtering) -> None:
         found = deduplicate(filtering.texts, similarity=self.similarity)
-        of = {pair.row: f"row {pair.of}, similarity {pair.similarity:.2f}" for pair in found.pairs}
-        filtering.keep("duplicates", dict(enumerate(found.keep)), f"word similarity ≥ {self.similarity:g}", of)
+        reasons = {pair.row: f"row {pair.of}, similarity {pair.similarity:.2f}" for pair in found.pairs}
+        filtering.keep("duplicates", dict(enumerate(found.keep)), f"word similarity ≥ {self.similarity:g}", reasons)
 
 
 @settings()
@@ -179,14 +179,16 @@ class BandFilter:
 
     def apply(self, filtering: Filtering, found: Mapping[int, PassRate]) -> None:
         """Keep the rows inside of the band; ``found``: index of a row → its measured pass rate."""
-        (low, high), first, n = self.ends, self.fail_best_of, f"{filtering.sampling.n_samples} samples"
+        samples = f"{filtering.sampling.n_samples} samples"
+        first = self.fail_best_of
         if first is None:
+            low, high = self.ends
             inside = keep_band([rate.rate for rate in found.values()], low, high)
-            rule = f"{low:g} < p < {high:g}, {n}"
+            rule = f"{low:g} < p < {high:g}, {samples}"
         else:
             wrong = [[score is not None and score < CORRECT_FROM for score in rate.scores] for rate in found.values()]
             inside = [all(one[:first]) for one in wrong]
-            rule = f"never right in the first {first} of {n}"
+            rule = f"never right in the first {first} of {samples}"
         filtering.keep(
             "pass rate",
             dict(zip(found, inside, strict=True)),

@@ -90,15 +90,14 @@ class Evaluate:
             facts |= {f"{name}.{one.place}": value for name, value in flat_facts(one.result).items()}
         for one, test in zip(found, compared(found).tests, strict=False):
             if test.difference is not None:
-                of = ""
-                if one is not found[0]:
-                    of = f".{one.name}"
-                facts |= {f"difference{of}": test.difference.value, f"p_value{of}": test.p_value}
+                suffix = "" if one is found[0] else f".{one.name}"
+                facts |= {f"difference{suffix}": test.difference.value, f"p_value{suffix}": test.p_value}
         if self.effort_by is not None:
-            hard = self._difficulty(load_rows(self.section.data, "data"))
-            for value in sorted(set(hard)):
-                tokens = mean(one.thinking or 0 for one in found[0].result.greedy if hard[one.problem] == value)
-                facts |= {} if tokens is None else {f"thinking_tokens.{self.effort_by}_{value}": tokens}
+            difficulty = self._difficulty(load_rows(self.section.data, "data"))
+            for value in sorted(set(difficulty)):
+                tokens = mean(one.thinking or 0 for one in found[0].result.greedy if difficulty[one.problem] == value)
+                if tokens is not None:
+                    facts[f"thinking_tokens.{self.effort_by}_{value}"] = tokens
         return facts
 
     def measured(self, target: Path) -> Facts:
@@ -116,10 +115,10 @@ class Evaluate:
 
     def _difficulty(self, rows: Any) -> list[Any]:
         """Return the values of the column ``effort_by``; empty if none is set."""
-        if self.effort_by is not None and self.effort_by not in rows.column_names:
-            raise ValueError(f"`effort_by` is {self.effort_by!r}; the columns of `data` are {rows.column_names}")
         if self.effort_by is None:
             return []
+        if self.effort_by not in rows.column_names:
+            raise ValueError(f"`effort_by` is {self.effort_by!r}; the columns of `data` are {rows.column_names}")
         return list(rows[self.effort_by])
 
     def _measured(self, target: Path) -> list[Measured]:
@@ -354,7 +353,8 @@ def measure_conditions(
         identity = [model_files(one), tokenizer, asdict(section)]
         asking = {name: held_out.asking(one, loaded, way) for name, way in held_out.ways.items()}
         for name, ask in asking.items():
-            place = "/".join(filter(None, [AGAINST if one is not model else "", name if found else ""])) or "."
+            parts = [AGAINST if one is not model else "", name if found else ""]  # "." for the very first
+            place = "/".join(filter(None, parts)) or "."
             folder = None
             if target is not None:
                 folder = target / place

@@ -107,18 +107,17 @@ def load_generator(
         logprobs: whether completions carry the log-probs of their tokens.
     """
     if not asked.use_vllm:
-        loaded, words = load_saved_model(model, use_cpu, tokenizer)
-        generator = TransformersGenerator(loaded, words, asked.batch_size, progress=False, logprobs=logprobs)
-        return LoadedGenerator(
-            generator, words, context_of_config(loaded.config), stop_token_ids(loaded.generation_config, words)
-        )
+        loaded, loaded_tokenizer = load_saved_model(model, use_cpu, tokenizer)
+        generate = TransformersGenerator(loaded, loaded_tokenizer, asked.batch_size, progress=False, logprobs=logprobs)
+        stops = stop_token_ids(loaded.generation_config, loaded_tokenizer)
+        return LoadedGenerator(generate, loaded_tokenizer, context_of_config(loaded.config), stops)
     from transformers import AutoConfig, GenerationConfig
 
     from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
     from grpo_lab.engines.vllm.presence import refuse_without_engine
 
     refuse_without_engine("`use_vllm`")
-    words = load_tokenizer(ModelSection(path=model, tokenizer=tokenizer))
+    loaded_tokenizer = load_tokenizer(ModelSection(path=model, tokenizer=tokenizer))
     with loading(model):
         config: Any = AutoConfig.from_pretrained(model)
     start = engine_factory(EngineOptions.from_mapping(asked.engine), trainer_dtype=getattr(config, "dtype", None))
@@ -127,9 +126,9 @@ def load_generator(
         generation: GenerationConfig | None = GenerationConfig.from_pretrained(model)
     except OSError:  # the folder has none
         generation = None
-    stops = stop_token_ids(generation, words)
+    stops = stop_token_ids(generation, loaded_tokenizer)
     context = started.llm.llm_engine.model_config.max_model_len
-    return LoadedGenerator(VllmGenerator(started, stops, logprobs), words, context, stops)
+    return LoadedGenerator(VllmGenerator(started, stops, logprobs), loaded_tokenizer, context, stops)
 
 
 class ModelGenerator:
@@ -179,9 +178,11 @@ class ModelGenerator:
         digest = hashlib.sha256(f"{self.settings.seed}/{json.dumps(ids)}".encode()).digest()
         limit = max_new_tokens or self.settings.max_completion_length
         seed = int.from_bytes(digest[:4], "big") >> 1
-        heat = self.settings.temperature
+        temperature = self.settings.temperature
+        groups: list[list[Completion]] = self.generate(
+            ids, n=n, temperature=temperature, max_new_tokens=limit, seed=seed
+        )
         decode = self.tokenizer.decode
-        groups: list[list[Completion]] = self.generate(ids, n=n, temperature=heat, max_new_tokens=limit, seed=seed)
         self.made += sum(len(group) for group in groups)
         return [
             [

@@ -20,7 +20,6 @@ from grpo_lab.visible import encodable
 
 GOLD, ROWS = "worked_solution", "rows.jsonl"
 """Column of the reference solutions that `keep.gold` learns from, and file of the rows that are trained on."""
-SIDES = ("chosen", "rejected")
 Distinct = Literal["equations", "words", "text"]
 
 
@@ -116,15 +115,22 @@ class Judged:
 
     def rows(self, samples: Sequence[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
         judge = Judge(self.temperature, self.longer, self.seed)
-        built = list[dict[str, Any]]()
+        rows: list[dict[str, Any]] = []
         for one in samples:
-            for two in judge.pairs(one.prompt, one.completions, one.scores, one.lengths, self.per_problem):
-                of: Any = {"": one.completions, "_length": one.lengths, "_quality": one.scores}
-                pair = {f"{side}{name}": of[name][at] for name in of for side, at in zip(SIDES, two, strict=True)}
-                built.append({"prompt": one.prompt, **pair})
-        gaps = [row["chosen_quality"] - row["rejected_quality"] for row in built]
-        longer = sum(row["chosen_length"] > row["rejected_length"] for row in built)
-        return built, {"wrong": sum(gap < 0 for gap in gaps), "ties": gaps.count(0), "longer": longer}
+            pairs = judge.pairs(one.prompt, one.completions, one.scores, one.lengths, self.per_problem)
+            for chosen, rejected in pairs:
+                rows.append({
+                    "prompt": one.prompt,
+                    "chosen": one.completions[chosen],
+                    "rejected": one.completions[rejected],
+                    "chosen_length": one.lengths[chosen],
+                    "rejected_length": one.lengths[rejected],
+                    "chosen_quality": one.scores[chosen],
+                    "rejected_quality": one.scores[rejected],
+                })  # fmt: skip
+        gaps = [row["chosen_quality"] - row["rejected_quality"] for row in rows]
+        longer = sum(row["chosen_length"] > row["rejected_length"] for row in rows)
+        return rows, {"wrong": sum(gap < 0 for gap in gaps), "ties": gaps.count(0), "longer": longer}
 
 
 Way = Keep | Contrast | Shortest | Shorter | Judged

@@ -187,13 +187,11 @@ class ColdStart:
 
     def plan(self) -> str:
         check_supervised("sft", self.training, "cold_start")
-        words = known_model(self.model, whole=True)
-        if self.data is not None:
-            cold_start_rows(ColdStartSection(self.data, self.training), words, here_only=True, where="data")
-        rows = ""
-        if self.data is not None:
-            rows = f" on {describe(self.data)}; {settings_in_words(self.training)}"
-        return f"{self.model.name}{rows}"
+        known = known_model(self.model, whole=True)
+        if self.data is None:
+            return self.model.name
+        cold_start_rows(ColdStartSection(self.data, self.training), known, here_only=True, where="data")
+        return f"{self.model.name} on {describe(self.data)}; {settings_in_words(self.training)}"
 
     def run(self, workspace: Workspace, rows: Any = None) -> Facts:
         """Train and return the facts. ``rows``: the data set of ``data``, if it is loaded already."""
@@ -227,7 +225,7 @@ class Distill:
         student = known_model(ModelSection(path=self.model), "model", whole=True)
         teacher = known_model(ModelSection(path=self.teacher), "teacher", whole=True)
         if student is not None and teacher is not None:
-            self._check_words(student[0], teacher[0])
+            self._check_vocabulary(student[0], teacher[0])
         rows_here(self.data, "data")
         words = f"{self.model} by {self.teacher} on {describe(self.data)}; {settings_in_words(self.training)}"
         if self.tokens is None:
@@ -238,17 +236,17 @@ class Distill:
         from grpo_lab.trainer.supervised.distillation import TokenBudget
 
         student, tokenizer = load_model(ModelSection(path=self.model), self.seed)
-        teacher, words = load_model(ModelSection(path=self.teacher), self.seed)
-        self._check_words(tokenizer, words)
+        teacher, teacher_tokenizer = load_model(ModelSection(path=self.teacher), self.seed)
+        self._check_vocabulary(tokenizer, teacher_tokenizer)
         rows = load_rows(self.data, "data").select_columns(["prompt"]).to_list()
         budget = TokenBudget(self.tokens)
         parts: Any = {"callbacks": [budget], "teacher_model": teacher.eval()}
         facts = learn(self, workspace, "distill", student, tokenizer, rows, **parts)
         return {**facts, "tokens": budget.generated}
 
-    def _check_words(self, tokenizer: Any, words: Any) -> None:
-        """Raise ValueError if the teacher's tokenizer, ``words``, has other tokens than the student's."""
-        if words.get_vocab() != tokenizer.get_vocab():
+    def _check_vocabulary(self, tokenizer: Any, teacher_tokenizer: Any) -> None:
+        """Raise ValueError if the teacher's tokenizer has other tokens than the student's."""
+        if teacher_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
                 f"`teacher` is {self.teacher}, whose tokenizer has other tokens than that of {self.model}: what it "
                 "says of a token is about another one. Take a teacher of the same family, or `sft` on its samples"
@@ -363,9 +361,10 @@ class TrainingFacts(MetricsFile):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         super().on_log(args, state, control, logs, **more)
-        said = logs or {}
-        self.found["loss"] = said.get("train_loss", self.found["loss"])
-        self.weights += [said[WEIGHT]] if WEIGHT in said else []
+        logged = logs or {}
+        self.found["loss"] = logged.get("train_loss", self.found["loss"])
+        if WEIGHT in logged:
+            self.weights.append(logged[WEIGHT])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.found["steps"] = state.global_step
@@ -373,4 +372,6 @@ class TrainingFacts(MetricsFile):
     def facts(self) -> Facts:
         """Return the number of optimizer steps and the mean loss; for DPO and SimPO also the mean weight of a pair,
         w(θ), in the first and the last log."""
-        return self.found | ({"weight_first": self.weights[0], "weight_last": self.weights[-1]} if self.weights else {})
+        if not self.weights:
+            return dict(self.found)
+        return {**self.found, "weight_first": self.weights[0], "weight_last": self.weights[-1]}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import compress, groupby, islice
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -109,16 +109,19 @@ class Refine:
     def refined(self, trace: Trace) -> list[Trace]:
         """Return a list with the trace in its form; empty if the trace has no answer or no reasoning."""
         text = trace["text"]
-        answer = extract_answer(trace["text"])
+        answer = extract_answer(text)
         if answer is None:
             return []
-        tagged = THINK in text or END_OF_THINK in text
-        lines = (reasoning_of(text) if tagged else text[: answer.start]).split("\n")
-        kept = "\n".join(line for line, _ in groupby(map(str.rstrip, lines))).strip()
-        written = self.form.replace("{reasoning}", kept).replace("{answer}", answer.text)
-        if kept:
-            return [{**trace, "text": written}]
-        return []
+        if THINK in text or END_OF_THINK in text:
+            reasoning = reasoning_of(text)
+        else:
+            reasoning = text[: answer.start]
+        lines = map(str.rstrip, reasoning.split("\n"))
+        reasoning = "\n".join(line for line, _ in groupby(lines)).strip()  # repeated lines once
+        if not reasoning:
+            return []
+        refined = self.form.replace("{reasoning}", reasoning).replace("{answer}", answer.text)
+        return [{**trace, "text": refined}]
 
 
 @settings()
@@ -157,47 +160,54 @@ class FilterTraces:
         return describe(self)
 
     def run(self, workspace: Workspace) -> Facts:
-        left = traces = [
-            {"text": text_of(completion), "score": score, "length": length, "row": line["row"]}
-            | {"problem": line["problem"]}
-            for line in read_lines(Path(self.samples), OF_A_LINE)
-            for completion, score, length in zip(line["completions"], line["scores"], line["lengths"], strict=True)
-        ]
+        traces: list[Trace] = []
+        for line in read_lines(Path(self.samples), OF_A_LINE):
+            of_problem = {"row": line["row"], "problem": line["problem"]}
+            for completion, score, length in zip(line["completions"], line["scores"], line["lengths"], strict=True):
+                traces.append({"text": text_of(completion), "score": score, "length": length, **of_problem})
+        left = traces
         dropped = dict[str, int]()
         for name, kept in self._filtered(traces):
             dropped[name] = len(left) - len(kept)
             left = kept
         if not left:
             raise ValueError(f"none of {len(traces):,} traces is left to learn from; what fell where: {dropped}")
-        prompts = [trace["problem"]["prompt"] for trace in left]
-        rows = [
-            {"prompt": prompt, "row": trace["row"], "problem": trace["problem"]}
-            | {"completion": in_form_of(prompt, trace["text"])}
-            for prompt, trace in zip(prompts, left, strict=True)
-        ]
+        rows = []
+        for trace in left:
+            problem = trace["problem"]
+            completion = in_form_of(problem["prompt"], trace["text"])
+            rows.append({
+                "prompt": problem["prompt"], "row": trace["row"], "problem": problem, "completion": completion,
+            })  # fmt: skip
         write_json_lines(workspace.folder / ROWS, rows)
         solved = len({trace["row"] for trace in left})
-        return {"traces": len(traces), "solved": solved, "kept": len(left), "rows": len(left)} | {
-            "out_of": len(traces),
-            "dropped": dropped,
-        }
+        counts = {"traces": len(traces), "solved": solved, "kept": len(left), "rows": len(left), "out_of": len(traces)}
+        return {**counts, "dropped": dropped}
 
     def _filtered(self, left: list[Trace]) -> Iterator[tuple[str, list[Trace]]]:
         """Yield the name of each filter that is set, and the traces left after it."""
         if self.right:
-            yield "right", (left := [trace for trace in left if (trace["score"] or 0) >= CORRECT_FROM])
+            left = [trace for trace in left if (trace["score"] or 0) >= CORRECT_FROM]
+            yield "right", left
         if self.not_too_long is not None:
-            yield "not_too_long", (left := [trace for trace in left if trace["length"] <= self.not_too_long])
+            left = [trace for trace in left if trace["length"] <= self.not_too_long]
+            yield "not_too_long", left
         for name in ("one_language", "readable", "not_repeating"):
-            if (rule := getattr(self, name)) is not None:
-                yield name, (left := [trace for trace in left if rule.keeps(trace)])
+            rule = getattr(self, name)
+            if rule is not None:
+                left = [trace for trace in left if rule.keeps(trace)]
+                yield name, left
         if self.refine is not None:
-            done = [one for trace in left for one in self.refine.refined(trace)]
-            answers = [(one["problem"], one["text"]) for one in done]
-            scores = []
-            if done:
-                scores = scores_of(answers, build_reward(self.reward, "reward"))
-            yield "refine", (left := [*compress(done, [(score or 0) >= CORRECT_FROM for score in scores])])
+            left = self._right_again([one for trace in left for one in self.refine.refined(trace)])
+            yield "refine", left
         if self.per_problem is not None:
             groups = groupby(left, key=itemgetter("row"))
             yield "per_problem", [trace for _, group in groups for trace in islice(group, self.per_problem)]
+
+    def _right_again(self, refined: list[Trace]) -> list[Trace]:
+        """Return the refined traces that the reward judges right."""
+        if not refined:
+            return []
+        answers = [(one["problem"], one["text"]) for one in refined]
+        scores = scores_of(answers, build_reward(self.reward, "reward"))
+        return [one for one, score in zip(refined, scores, strict=True) if (score or 0) >= CORRECT_FROM]

@@ -66,7 +66,8 @@ def measured(setting: Setting, shape: str, variant: str, rollouts: Rollouts, sid
     with torch.device(setting.device):
         model = AutoModelForCausalLM.from_config(config_of(shape), dtype=torch.float32)
     rollouts.vocabulary = model.config.vocab_size
-    watch, more = Watch(keep_gradient=False), {"peft_config": adapter()} if variant == "LoRA" else {}
+    watch = Watch(keep_gradient=False)
+    more = {"peft_config": adapter()} if variant == "LoRA" else {}
     trainer = trainer_of(SIDES[side], model, rollouts, arguments(setting, variant, rollouts.rows), watch, **more)
     reset_peak()
     trainer.train()

@@ -57,7 +57,8 @@ class Parts(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         synchronize()
-        step, now = time.perf_counter() - self.began, self.now
+        step = time.perf_counter() - self.began
+        now = self.now
         self.steps.append({
             "step": step, "sync": now["sync"], "generate": now["generated"] - now["sync"],
             "score": now["scored"] - now["generated"], "update": step - now["scored"],

@@ -188,24 +188,28 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         """Return whether any process was asked to stop, and set ``reason``. Every rank calls this, and all get the same
         answer."""
         if self.reason is None and self.trainer.is_in_train:
-            asked = self._asked or ""
+            code = REASONS.index(self._asked_here(args))
             accelerator = self.trainer.accelerator
-            if not asked and args.process_index == 0:
-                limit = getattr(args, "max_hours", None)
-                late = limit is not None and hours_of_this_process() >= limit
-                if stop_file(args).exists():
-                    asked = STOP_FILE
-                elif late:
-                    asked = MAX_HOURS
-                else:
-                    asked = ""
-            code = REASONS.index(asked)
             if accelerator.num_processes > 1:
                 with named_place("whether one was asked to stop"):
                     codes = accelerator.gather(torch.tensor([code], dtype=torch.long, device=accelerator.device))
                 code = int(codes.max())
             self.reason = REASONS[code] or None
         return self.reason is not None
+
+    def _asked_here(self, args: Any) -> str:
+        """Return the reason for which this process is asked to stop, one of ``REASONS``. The first process also looks
+        for a stop file, and at the hours."""
+        if self._asked is not None:
+            return self._asked
+        if args.process_index != 0:
+            return ""
+        if stop_file(args).exists():
+            return STOP_FILE
+        limit = getattr(args, "max_hours", None)
+        if limit is not None and hours_of_this_process() >= limit:
+            return MAX_HOURS
+        return ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._forget()

@@ -86,13 +86,10 @@ def train_by(
         method: one of `COLUMNS`; the loss of ``sft`` is on the completion only.
         model: a language model; for ``reward`` and ``steps`` its folder or hub name, which gets a head, seeded by the
             run.
-        tokenizer: the model's.
         rows: data set with the method's columns, all text or all messages. Other columns are ignored, except
             ``continues`` for ``sft``: true if the completion continues the assistant's message that ends the prompt.
             Otherwise that message is closed and another begun, as TRL's trainers do.
-        output_dir: folder for the trained model.
         arguments: fields of the method's configuration.
-        callbacks: of the trainer.
         train: function of the trainer that trains it; None: its own ``train()``.
         where: name of the settings in error messages.
         chat_template_kwargs: arguments of the chat template for every row of messages.
@@ -113,7 +110,7 @@ def train_by(
     if method == "sft" and not args.assistant_only_loss:
         _warn_of_tools(rows, where)
     how = {"tokenizer": tokenizer, "kwargs": dict(chat_template_kwargs or {})}
-    if method == "sft" and _renders_as_ever(args, rows):
+    if method == "sft" and _tokenized_here(args, rows):
         args.completion_only_loss = args.completion_only_loss is not False
         of_labels = {"whole": not args.completion_only_loss}
         rows = rows.map(_tokens, batched=True, fn_kwargs=how | of_labels, remove_columns=rows.column_names)
@@ -146,7 +143,7 @@ def _warn_of_tools(rows: Dataset, where: str) -> None:
         )
 
 
-def _renders_as_ever(args: Any, rows: Dataset) -> bool:
+def _tokenized_here(args: Any, rows: Dataset) -> bool:
     """Return whether SFT rows are tokenized here (`_tokens`) and not by TRL: they are messages, rendered by the
     tokenizer's own chat template, and the loss needs no mask that the template makes."""
     of_messages = len(rows) > 0 and not isinstance(rows[0]["prompt"], str)

@@ -114,7 +114,6 @@ def packed_row(
     Args:
         input_ids, labels, position_ids: long ``[B, L]``, as for ``completion_log_probs``.
         prompts: long ``[B]``, number of tokens of each row's prompt.
-        form: see ``form_of``.
         device: where the packed row's tensors are to be; None: where the bin is.
     """
     device = device or input_ids.device
@@ -123,13 +122,10 @@ def packed_row(
     position_ids = position_ids.cpu()
     following = (labels[:, 1:] != -100).numpy()
     tokens = input_ids.numpy()
-    starts = position_ids[:, 0].tolist()
-    first = prompts.cpu().numpy() - 1
+    first = prompts.cpu().numpy() - 1  # each row's last token of the prompt
     last = following.shape[1] - following[:, ::-1].argmax(1)
-    together: dict[tuple[int, bytes], list[int]] = {}
-    for row in np.flatnonzero(following.any(1)).tolist():
-        together.setdefault((starts[row], tokens[row, : first[row] + 1].tobytes()), []).append(row)
-    if not together:
+    rows_of_prompts = _together(np.flatnonzero(following.any(1)), position_ids[:, 0].numpy(), tokens, first)
+    if not rows_of_prompts:
         return None
     width = tokens.shape[1]
     length = 0
@@ -137,7 +133,7 @@ def packed_row(
     scored: list[Ints] = []
     home: list[Ints] = []
     groups = []
-    for rows in together.values():
+    for rows in rows_of_prompts:
         prompt = np.arange(first[rows[0]] + 1)
         source.append(rows[0] * width + prompt)
         groups.append(PackedGroup(length + prompt, []))
@@ -153,16 +149,26 @@ def packed_row(
     filled = on_ladder(length) if form == "flex" else length
     source.append(np.zeros(filled - length, dtype=np.int64))
 
-    of, back = (torch.from_numpy(np.concatenate(places)) for places in (source, home))
+    sources = torch.from_numpy(np.concatenate(source))
+    homes = torch.from_numpy(np.concatenate(home))
     return PackedRow(
-        sent(input_ids.flatten()[of].unsqueeze(0), device),
-        sent(position_ids.expand_as(input_ids).flatten()[of].unsqueeze(0), device),
+        sent(input_ids.flatten()[sources].unsqueeze(0), device),
+        sent(position_ids.expand_as(input_ids).flatten()[sources].unsqueeze(0), device),
         _read_by(form, groups, filled, device),
         sent(torch.from_numpy(np.concatenate(scored)), device),
-        sent(labels[:, 1:].flatten()[back], device),
-        sent(back, device),
+        sent(labels[:, 1:].flatten()[homes], device),
+        sent(homes, device),
         any(len(group.completions) > 1 for group in groups),
     )
+
+
+def _together(rows: Ints, starts: Ints, tokens: Ints, last: Ints) -> list[list[int]]:
+    """Divide rows by their prompts. Two rows share one if they begin at the same position (``starts``) and have the
+    same ``tokens`` up to the end of the prompt, whose last place in a row is in ``last``."""
+    found: dict[tuple[int, bytes], list[int]] = {}
+    for row in rows.tolist():
+        found.setdefault((int(starts[row]), tokens[row, : last[row] + 1].tobytes()), []).append(row)
+    return list(found.values())
 
 
 def _read_by(form: Form, groups: list[PackedGroup], length: int, device: torch.device) -> Tiles | BlockMask | Varlen:
@@ -185,18 +191,18 @@ def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tile
     ]
     calls: list[Tile] = []
     back = np.empty(length, dtype=np.int64)
-    done = 0
-    cut = [(held, sequences is prompts) for sequences in (prompts, completions) for held in _of_like_length(sequences)]
-    for held, causal in cut:
-        queries = _rectangle([one.queries for one in held])
-        keys = _rectangle([one.keys for one in held])
-        for row, one in enumerate(held):
-            back[one.queries] = done + row * queries.shape[1] + np.arange(one.queries.size)
-        done += queries.size
-        seen = None
-        if not causal:
-            seen = _seen(held, queries.shape[1], keys.shape[1], device)
-        calls.append(Tile(sent(torch.from_numpy(queries), device), sent(torch.from_numpy(keys), device), seen))
+    done = 0  # outputs of the calls so far
+    for sequences in (prompts, completions):
+        for together in _of_like_length(sequences):
+            queries = _rectangle([one.queries for one in together])
+            keys = _rectangle([one.keys for one in together])
+            for row, one in enumerate(together):
+                back[one.queries] = done + row * queries.shape[1] + np.arange(one.queries.size)
+            done += queries.size
+            seen = None
+            if sequences is completions:
+                seen = _seen(together, queries.shape[1], keys.shape[1], device)
+            calls.append(Tile(sent(torch.from_numpy(queries), device), sent(torch.from_numpy(keys), device), seen))
     return Tiles(tuple(calls), sent(torch.from_numpy(back), device))
 
 
@@ -208,11 +214,11 @@ def _of_like_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
     return [sequences[start:end] for start, end in pairwise([*starts, len(sequences)])]
 
 
-def _seen(held: list[_Sequence], queries: int, keys: int, device: torch.device) -> Tensor:
+def _seen(together: list[_Sequence], queries: int, keys: int, device: torch.device) -> Tensor:
     """Make the mask of a call, bool ``[m or 1, 1, q, k]``: query number i (from 0) of a completion sees all tokens of
     its prompt and i of its own. If all prompts have the same length, one mask serves all m completions. It is made on
     the device, so only one number per completion is sent."""
-    before = np.asarray([one.keys.size - one.queries.size + 1 for one in held])
+    before = np.asarray([one.keys.size - one.queries.size + 1 for one in together])  # the prompts' tokens
     if (before == before[0]).all():
         before = before[:1]
     reach = sent(torch.from_numpy(before), device).unsqueeze(1) + torch.arange(queries, device=device)
