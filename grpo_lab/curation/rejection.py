@@ -238,8 +238,8 @@ def _ways(texts: list[str], same: Same, reference: str | None) -> list[str]:
         first = kept.setdefault(way, text)
         if text != first:
             others = [other for key, other in kept.items() if key != way] + gold
-            far, near = (sum(Levenshtein.distance(one, other) for other in others) for one in (text, first))
-            if far > near:
+            of_new, of_kept = (sum(Levenshtein.distance(one, other) for other in others) for one in (text, first))
+            if of_new > of_kept:
                 kept[way] = text
     return list(kept.values())
 

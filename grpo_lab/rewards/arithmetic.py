@@ -244,17 +244,18 @@ def _cut_in_a_sum(side: str, run: list[tuple[int, int]], runs: list[list[tuple[i
     """
     if at_its_end:
         start, end = run[0]
-        if start and not (side[start - 1].isspace() or side[start - 1] in "\"'`*_~:.,"):
-            return True
-        head = side[start:end].strip()
-        before = next((other for other in reversed(runs[:-1]) if other), None)
-        ties = before is not None and side[before[-1][0] : before[-1][1]].strip() in "+-*/^"
-        return head in "+*/^" or (head == "-" and side[end : end + 1].isspace()) or ties
-    if re.match(r"[a-z](?![a-zA-Z])", side[run[-1][1] :]):
-        return True
-    tail = side[run[-1][0] : run[-1][1]].strip()
-    after = next((other for other in runs[1:] if other), None)
-    return tail in "+-*/^" or (after is not None and side[after[0][0] : after[0][1]].strip() in "+-*/^")
+        token = side[start:end].strip()
+        glued = start > 0 and not (side[start - 1].isspace() or side[start - 1] in "\"'`*_~:.,")
+        tied = token in "+*/^" or (token == "-" and side[end : end + 1].isspace())  # `-3` is a number with its sign
+        beyond = next((other[-1] for other in reversed(runs[:-1]) if other), None)
+    else:
+        start, end = run[-1]
+        token = side[start:end].strip()
+        glued = re.match(r"[a-z](?![a-zA-Z])", side[end:]) is not None
+        tied = token in "+-*/^"
+        beyond = next((other[0] for other in runs[1:] if other), None)
+    # `beyond` is the token on the other side of the words
+    return glued or tied or (beyond is not None and side[beyond[0] : beyond[1]].strip() in "+-*/^")
 
 
 def _tokens(side: str) -> Iterator[tuple[int, int, str]]:

@@ -212,16 +212,19 @@ class AccuracyReward:
             raise ValueError(f"got {counts}; they must be one to one")
         golds = _once(gold_answer, solutions)
         answers = _once(self.read, [completion_text(completion) for completion in completions])
-        # Without an answer the gold is still checked, against itself: None must not depend on what the model wrote.
-        read = [
-            _readings(gold, gold if answer is None else _beside(gold, answer), unit) if gold else []
-            for gold, answer, unit in zip(golds, answers, _once(asked_unit, questions), strict=True)
-        ]
-        pairs = [pair for readings in read for pair in readings]
+        to_compare: list[list[tuple[str, str]]] = []
+        for gold, answer, unit in zip(golds, answers, _once(asked_unit, questions), strict=True):
+            if not gold:
+                to_compare.append([])
+            elif answer is None:  # whether the gold is unscorable must not depend on what the model wrote
+                to_compare.append(_readings(gold, gold, unit))
+            else:
+                to_compare.append(_readings(gold, _beside(gold, answer), unit))
+        pairs = [pair for readings in to_compare for pair in readings]
         verdicts = dict(zip(pairs, self._verifier.compare(pairs), strict=True))
         found = [
             _judgement(gold, answer, [verdicts[pair] for pair in readings] or [_NO_GOLD])
-            for gold, answer, readings in zip(golds, answers, read, strict=True)
+            for gold, answer, readings in zip(golds, answers, to_compare, strict=True)
         ]
         self.counts.update(judgement.verdict.value for judgement in found)
         self.counts["no_answer"] += sum(answer is None for answer in answers)
