@@ -15,12 +15,19 @@ SHOWN = 2
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis of a run's windows up to ``step``."""
+    """What the rules found in the logging windows of a run.
+
+    Attributes:
+        step: optimizer step at the end of the last window.
+        wrong: name of the rule, sentence, and settings to look at, of each fault; the most serious first.
+        notes: name of the rule, and sentence, of each thing that looks wrong and is not.
+        now: reward, length and entropy of the last windows, in words.
+    """
 
     step: int
-    wrong: tuple[tuple[str, str, str], ...]  # name of the rule, sentence, settings to look at; most serious first
-    notes: tuple[tuple[str, str], ...]  # name of the rule, sentence: what looks wrong and is not
-    now: str  # reward, length and entropy of the last windows, in words
+    wrong: tuple[tuple[str, str, str], ...]
+    notes: tuple[tuple[str, str], ...]
+    now: str
 
     @property
     def healthy(self) -> bool:
@@ -33,6 +40,7 @@ class Diagnosis:
 
     @property
     def line(self) -> str:
+        """The diagnosis in one line: "healthy" with the notes, or the first faults with the settings to look at."""
         if self.healthy:
             notes = "".join(f"; {sentence}" for _, sentence in self.notes)
             return f"step {self.step}: healthy{f' ({self.now})' if self.now else ''}{notes}"
@@ -42,8 +50,10 @@ class Diagnosis:
 
 
 def diagnose(history: History, facts: Facts | None = None) -> Diagnosis:
-    """Diagnose a run from its windows, oldest first. A rule whose metric is not logged finds nothing. ValueError: there
-    is no window."""
+    """Diagnose a run from its logging windows, oldest first, by every rule.
+
+    A rule whose metric is not logged finds nothing. Raises ValueError if there is no window.
+    """
     if not history:
         raise ValueError("no logging window: there is nothing to diagnose")
     found = [(rule, rule.seen(history, facts or Facts())) for rule in RULES]
@@ -60,7 +70,8 @@ def diagnose(history: History, facts: Facts | None = None) -> Diagnosis:
 
 
 def changes(history: History, facts: Facts | None = None) -> Iterator[Diagnosis]:
-    """Yield the first window's diagnosis, each that finds other things wrong than the one before it, and the last."""
+    """Diagnose a run after each of its windows; yield the first diagnosis, each that finds other faults than the one
+    before it, and the last."""
     before: Diagnosis | None = None
     for end in range(1, len(history) + 1):
         verdict = diagnose(history[:end], facts)

@@ -20,8 +20,8 @@ from grpo_lab.batch import safe
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread inside the block: on some hundred numbers, threads wait for each other longer than they
-    compute."""
+    """Let torch compute with one thread during the block: on some hundred numbers, threads wait for each other longer
+    than they compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -32,7 +32,9 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Tree:
-    """All completions of up to T tokens from a vocabulary of V.
+    """All C completions of up to T tokens from a vocabulary of V.
+
+    A prefix is what a completion begins with before one of its tokens; the empty one counts.
 
     Args:
         tokens: long ``[C, T]``, 0 on padding.
@@ -50,7 +52,10 @@ class Tree:
 
     @staticmethod
     def of(vocabulary: int = 4, length: int = 3, end: int | None = 0) -> Tree:
-        """Enumerate the completions. ``end``: the token that ends a completion; None: all have ``length`` tokens."""
+        """Enumerate the completions of up to ``length`` tokens from 0 to ``vocabulary`` - 1.
+
+        ``end``: the token that ends a completion; None: there is none, and every completion has ``length`` tokens.
+        """
         going_on = [token for token in range(vocabulary) if token != end]
         prefixes = [one for n in range(length) for one in itertools.product(going_on, repeat=n)]
         whole = [(*one, token) for one in prefixes for token in range(vocabulary) if token == end]
@@ -76,7 +81,8 @@ class Tree:
         return self.logps(logits).sum(1).exp()
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Compute ∇ log π of every token by the logits, ``[C, T, rows · V]``: one-hot − softmax in its prefix's row."""
+        """Compute the gradient of every token's log-prob with respect to the logits, ``[C, T, rows · V]``: one-hot −
+        softmax in the row of the token's prefix, 0 elsewhere and on padding."""
         found = torch.zeros(*self.mask.shape, self.rows, self.vocabulary, dtype=torch.float64)
         row, token = (place.expand(self.mask.shape) for place in torch.meshgrid(
             torch.arange(self.mask.size(0)), torch.arange(self.mask.size(1)), indexing="ij"
@@ -86,13 +92,16 @@ class Tree:
         return found.flatten(2).masked_fill(~self.mask.unsqueeze(-1), 0.0)
 
     def divergence(self, logits: Tensor, reference: Tensor) -> Tensor:
-        """Compute KL(π‖π_ref) of whole completions, in nats, with its gradient."""
+        """Compute KL(π‖π_ref) over whole completions, in nats, a scalar with its exact gradient."""
         logps = self.logps(logits).sum(1)
         return (logps.exp() * (logps - self.logps(reference).sum(1))).sum()
 
     def divergence_of_next_tokens(self, logits: Tensor, reference: Tensor) -> Tensor:
-        """Compute the same KL by the chain rule, Σ P(prefix)·KL(next token), with P held fixed. So the gradient does
-        not charge a token for the divergence of the tokens after it."""
+        """Compute the value of ``divergence`` by the chain rule, Σ P(prefix) · KL(next token), with P held fixed.
+
+        The gradient differs from that of ``divergence``: it does not charge a token for the divergence of the tokens
+        after it.
+        """
         policy = logits.log_softmax(-1)
         other = reference.log_softmax(-1)
         each = (policy.exp() * (policy - other)).sum(-1)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 Points = Sequence[tuple[float, float]]
 """Pairs (x, reward), where x is the quantity that the law is a function of."""
 Columns = tuple[float, float]
+"""One number for each of a law's two coefficients: the row of X at one point, or the errors of both."""
 FEWEST = 3
 """Least number of points: two coefficients take two, and a third shows how far off they are."""
 COLLINEAR = 1e-9
@@ -63,7 +64,8 @@ class Fitted:
         return float(first), float(second)
 
     def at(self, columns: Columns) -> Prediction:
-        """Return Σ θ·x, its standard error s·√(xᵀ(XᵀX)⁻¹x), and that of a new point measured there, s·√(1 + …)."""
+        """Return the fit at the row x of X: Σ θ·x, its standard error s·√v with v = xᵀ(XᵀX)⁻¹x, and that of a new point
+        measured there, s·√(1 + v)."""
         x = np.array(columns, dtype=np.float64)
         spread = max(float(x @ self.inverse @ x), 0.0)
         return Prediction(
@@ -72,9 +74,15 @@ class Fitted:
 
 
 def least_squares(points: Points, columns: Callable[[float], Columns], over: str) -> Fitted:
-    """Fit the two coefficients of ``columns``. ``over``: the name of the points' x, for error messages.
+    """Fit the two coefficients of a law to points (x, reward) by least squares.
 
-    Raises ValueError for fewer than three points, one that is no number, or points that do not fix both coefficients.
+    Args:
+        points: at least three.
+        columns: returns the row of X that belongs to an x.
+        over: the name of x, for error messages.
+
+    Raises:
+        ValueError: there are fewer points, one is NaN or infinite, or they do not tell the two coefficients apart.
     """
     if len(points) < FEWEST:
         raise ValueError(
@@ -111,7 +119,8 @@ def of_best_of_n(distance: float) -> Columns:
 
 @dataclass(frozen=True)
 class OveroptimisationLaw:
-    """The law R(d) − R(0) with its α and β. ``best_of_n``: in the form of best of n, else in that of RL."""
+    """The law of over-optimisation, R(d) − R(0), with α and β fitted. ``best_of_n``: in its form for best of n, else in
+    that for RL."""
 
     fit: Fitted
     best_of_n: bool = False
@@ -126,9 +135,10 @@ class OveroptimisationLaw:
 
     @property
     def peak(self) -> tuple[float, float] | None:
-        """Return the d* at which R(d) is largest, and R(d*) − R(0); None if there is none.
+        """The distance d* at which R(d) is largest, and R(d*) − R(0); None if there is no such distance.
 
-        Then R rises forever (β ≤ 0: it is least at d*) or, with best of n, falls from the start (α ≤ 0).
+        There is none if R rises forever (β ≤ 0) or, with best of n, falls from the start (α ≤ 0), nor if d* is larger
+        than any float64.
         RL: R' = α − β·log d − β = 0, d* = exp(α/β − 1), R = β·d*.  Best of n: d* = α/(2β), R = α²/(4β).
         """
         if self.beta <= 0 or (self.best_of_n and self.alpha <= 0):
@@ -146,8 +156,11 @@ class OveroptimisationLaw:
 
 
 def overoptimisation_law(points: Points, *, best_of_n: bool = False) -> OveroptimisationLaw:
-    """Fit the law to points (√KL, reward − reward of the start). Raises ValueError as `least_squares` does, and for a
-    negative distance. A KL estimate below 0 has no root: give such a step d = 0, or leave it out."""
+    """Fit the law of over-optimisation to points (√KL, reward − reward of the start), KL in nats per completion.
+
+    A KL that was estimated below 0 has no root: give such a step d = 0, or leave it out. Raises ValueError as
+    `least_squares` does, and for a negative distance.
+    """
     for distance, _ in points:
         _distance(distance)
     return OveroptimisationLaw(least_squares(points, of_best_of_n if best_of_n else of_rl, "√KL"), best_of_n)
@@ -161,7 +174,7 @@ def _distance(distance: float) -> float:
 
 @dataclass(frozen=True)
 class EntropyLaw:
-    """The law R = −a·e^H + b with its a and b."""
+    """The law of entropy, R = −a·e^H + b, with a and b fitted."""
 
     fit: Fitted
 
@@ -174,13 +187,17 @@ class EntropyLaw:
         return float(self.fit.theta[1])
 
     def at(self, entropy: float) -> Prediction:
-        """Predict R at H nats a token. At 0 it is the ceiling b − a: nothing is left to explore."""
+        """Predict the reward R at an entropy of H nats a token. At H = 0 it is the ceiling b − a: nothing is left to
+        explore."""
         return self.fit.at((-math.exp(entropy), 1.0))
 
 
 def entropy_law(run: Points, share: float = 1 / 3) -> EntropyLaw:
-    """Fit the law to the first ``share``, rounded up, of the points (entropy, reward), which are in the order of the
-    steps. Raises ValueError as `least_squares` does, and for a share outside (0, 1]."""
+    """Fit the law of entropy to the first part of a run, by which the rest of it can be predicted.
+
+    ``run``: points (entropy in nats a token, reward) in the order of the steps; ``share``: of them, how many are
+    fitted, rounded up. Raises ValueError as `least_squares` does, and for a share outside (0, 1].
+    """
     if not 0 < share <= 1:
         raise ValueError(f"`share` of the run that is fitted is {share}; it lies in (0, 1]")
     first = run[: math.ceil(round(len(run) * share, 9))]

@@ -2,13 +2,13 @@
 
 With ℓ_e of the engine and ℓ_t of the trainer, in nats, a token's gap is |ℓ_t − ℓ_e|.
 
-A fault has a place where it shows and one where it cannot. `likely_cause` looks at both:
+Each fault shows in some measurements and cannot show in others. `likely_cause` names the fault by both:
 
     template   the engine renders messages to other tokens
-    cache      off as written, right where the engine draws anew after the same tokens, without its cache
-    adapter    off with the adapter, right without
-    weights    off after a single token already, where attention has nothing to choose from
-    rotary     right after a single token, and growing with the distance between tokens
+    cache      a gap as written, none where the engine draws anew after the same tokens, without its cache
+    adapter    a gap with the adapter, none without
+    weights    a gap after a single token already, where attention has nothing to choose from
+    rotary     no gap after a single token, and one that grows with the distance between tokens
 
 In random models of two layers the gap of a wrong `rope_theta` or linear scaling grew 5 to 280 times from the second
 token to the last quarter of 256, that of moved query and key matrices at most 2 times: `GROWS` lies between.
@@ -28,7 +28,7 @@ GROWS = 4.0
 
 @dataclass(frozen=True)
 class Gap:
-    """Gap over some tokens: how many, mean and worst in nats."""
+    """Gap over some tokens: how many they are, and the mean and the worst gap in nats."""
 
     tokens: int
     mean: float
@@ -36,13 +36,14 @@ class Gap:
 
     @classmethod
     def between(cls, engine: ArrayLike, trainer: ArrayLike) -> Gap:
-        """Compute the gap of two lists of log-probs ``[N]``, N ≥ 1, all finite."""
+        """Compute the gap between two lists of log-probs of the same tokens, ``[N]`` with N ≥ 1, all finite."""
         gap = np.abs(np.asarray(trainer, dtype=np.float64) - np.asarray(engine, dtype=np.float64))
         return cls(gap.size, float(gap.mean()), float(gap.max()))
 
 
 def by_part(engine: ArrayLike, trainer: ArrayLike, part: ArrayLike) -> dict[int, Gap]:
-    """Return part → gap of its tokens, in the order of the parts. ``part``: the part of each token ``[N]``."""
+    """Return the number of each part of a transcript → the gap of its tokens, by rising number. ``engine``,
+    ``trainer``: log-probs ``[N]``; ``part``: the number of each token's part ``[N]``."""
     parts = np.asarray(part)
     numbers = [int(one) for one in np.unique(parts)]
     here = {number: parts == number for number in numbers}
@@ -81,7 +82,7 @@ class Evidence:
     template: str | None = None
 
     def off(self, limit: float) -> list[str]:
-        """Return the names of turns and quarters whose mean gap exceeds ``limit``, and of what was drawn anew."""
+        """Return the names of what has a mean gap above ``limit`` nats: turns, quarters, and the tokens drawn anew."""
         named = [(f"turn {number}", gap) for number, gap in self.turns.items()]
         named += [(f"quarter {number}", gap) for number, gap in self.quarters.items()]
         named.append(("what is drawn anew", self.anew))
@@ -89,8 +90,8 @@ class Evidence:
 
 
 def likely_cause(found: Evidence, limit: float) -> tuple[str, str]:
-    """Return the cause that the pattern of gaps names (the head of this file has them; empty if none is named), and a
-    sentence that says why."""
+    """Return the fault that the pattern of gaps points to, by its name in this module's docstring (empty if it points
+    to none), and a sentence that says why. ``limit``: as in ``verdict``."""
     if found.template is not None:
         return "template", f"The engine has another chat template or tokenizer: {found.template}."
     if found.anew.mean <= limit:
@@ -114,8 +115,11 @@ def likely_cause(found: Evidence, limit: float) -> tuple[str, str]:
 
 
 def verdict(found: Evidence, limit: float, dtypes: Sequence[str]) -> tuple[bool, str, str]:
-    """Return whether to train, the cause (`likely_cause`), and both in a sentence. ``limit``: largest mean gap that
-    rounding explains, in nats a token; ``dtypes``: those that it is the limit of."""
+    """Return whether to train with this engine, the cause if not (`likely_cause`), and both in a sentence.
+
+    ``limit``: largest mean gap that rounding explains, in nats a token; ``dtypes``: names of the number formats of
+    engine and trainer, for which it is the limit.
+    """
     off = found.off(limit)
     stated = f"limit {limit:.3g}, for {' against '.join(dtypes)}"
     worst_turn = max(gap.mean for gap in found.turns.values())

@@ -1,4 +1,4 @@
-"""Is it working? One rule for each thing that goes wrong: its sign in the metrics, a sentence, the settings to look at.
+"""Rules of ``diagnose``: for each thing that goes wrong, its sign in the metrics, a sentence, settings to look at.
 
 Thresholds have their source beside them; "ours" where the sources leave the value open. They were tried on runs of this
 repository that learn (quick start, two seeds; process supervision) and that do not (random weights, no right answer).
@@ -55,7 +55,7 @@ ZERO_LOSS = 1e-4
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts from the settings that the rules need; an unknown one is None, or 0."""
+    """Facts about the run that its metrics do not hold and the rules need; an unknown one is None, or 0."""
 
     updates: float | None = None  # optimizer steps on one generation batch
     last_step: int = 0  # ``max_steps`` of the run
@@ -69,10 +69,12 @@ Seen = Callable[[History, Facts], str | None]
 
 @dataclass(frozen=True)
 class Rule:
+    """A function that looks for one fault in the windows of a run, with what a diagnosis says of it."""
+
     name: str
-    seen: Seen  # the sentence, with the values seen, if the history shows the fault; else None
-    settings: str  # where to look
-    healthy: bool = False  # it explains something that looks wrong and is not
+    seen: Seen  # returns a sentence, with the values seen, if the windows show the fault; else None
+    settings: str  # the settings to look at
+    healthy: bool = False  # whether it explains something that looks wrong and is not
 
 
 #: Most serious first: in the order of this file.
@@ -80,6 +82,8 @@ RULES: list[Rule] = []
 
 
 def rule(name: str, settings: str, healthy: bool = False) -> Callable[[Seen], Seen]:
+    """Return a decorator that adds a function to ``RULES``, as a ``Rule`` with these fields."""
+
     def listed(seen: Seen) -> Seen:
         RULES.append(Rule(name, seen, settings, healthy))
         return seen
@@ -89,8 +93,8 @@ def rule(name: str, settings: str, healthy: bool = False) -> Callable[[Seen], Se
 
 @rule("non-finite", "learning_rate, max_grad_norm, bf16/fp16, the rewards")
 def not_finite(history: History, facts: Facts) -> str | None:
-    """Report a loss, gradient, KL or entropy that is NaN or infinite. A reward of NaN only means that nothing was
-    scored, which another rule reports."""
+    """Report a loss, gradient, KL or entropy that is NaN or infinite, or an infinite reward. A reward of NaN only means
+    that nothing was scored, which another rule reports."""
     last = history[-1]
     if number(last, "guard/left_out"):
         why = [name[6:] for name in last if name.startswith("guard/") and number(last, name)]
@@ -105,8 +109,8 @@ def not_finite(history: History, facts: Facts) -> str | None:
 
 @rule("learning rate 0", "learning_rate, lr_scheduler_type, warmup_steps")
 def no_learning_rate(history: History, facts: Facts) -> str | None:
-    """Report a rate of 0 in two windows in a row: a warm-up begins at 0, and the last step may end there. The logged
-    rate is that of the first parameter group."""
+    """Report a learning rate of 0 in two windows in a row, before the last step. One window may have it: a warm-up
+    begins at 0. The logged rate is that of the first parameter group."""
     rates = [number(window, "learning_rate") for window in history[-2:]]
     ends = facts.last_step and step_of(history[-1]) >= facts.last_step
     if rates != [0.0, 0.0] or ends or facts.moves:
@@ -126,7 +130,8 @@ def nothing_scored(history: History, facts: Facts) -> str | None:
     "all groups dead", "rewards and their weights, data (difficulty), num_generations, temperature, update.dead_groups"
 )
 def all_dead(history: History, facts: Facts) -> str | None:
-    """Report that all groups are dead over three windows, or before that if nothing was ever rewarded: no gradient."""
+    """Report that all groups are dead, so that there is no gradient: over three windows, or after fewer if no reward
+    was ever other than 0."""
     if not _dead(history) or no_completion_scored(history):
         return None
     reward = recent(history, "reward")
@@ -286,7 +291,8 @@ def number(window: Window, *names: str) -> float | None:
 
 
 def values(history: History, *names: str) -> list[float]:
-    """Return the finite values, window by window; a window without the metric is skipped."""
+    """Return the finite values of the first of these metrics that a window has, window by window; others are
+    skipped."""
     found = (number(window, *names) for window in history)
     return [value for value in found if value is not None and math.isfinite(value)]
 
@@ -318,8 +324,8 @@ def no_completion_scored(history: History) -> bool:
 
 
 def has_critic(history: History) -> bool:
-    """Return whether the last windows are of PPO with a critic. A window that reuses a batch logs no reward: it cannot
-    tell."""
+    """Return whether one of the last windows is of PPO with a critic. One alone need not show it: a window that reuses
+    a batch logs no reward."""
     return any("ppo/task_reward" in window for window in history[-PERSISTENCE:])
 
 
@@ -329,7 +335,7 @@ def step_of(window: Window) -> int:
 
 
 def rise_in_errors(series: Sequence[float]) -> float:
-    """Mean of the later half minus mean of the earlier half, in standard errors of that difference.
+    """Compute the mean of the later half minus that of the earlier half, in standard errors of that difference.
 
     (m₂ − m₁) / √(s₁²/n₁ + s₂²/n₂), Welch's statistic (Biometrika 34, 1947): below about 2 in size a change is within
     the noise. 0 where nothing varies and nothing changed, ±inf where a change has no noise at all. Takes 4 values or
@@ -352,19 +358,19 @@ def _rewards(window: Window) -> list[str]:
 
 
 def _all_alike(history: History) -> bool:
-    """Return whether every group of the last windows had equal rewards."""
+    """Return whether in every group of the last windows all completions had the same reward."""
     shares = values(history[-PERSISTENCE:], "groups/dead_share", "frac_reward_zero_std")
     return bool(shares) and min(shares) >= 1
 
 
 def _dead(history: History) -> bool:
-    """Return whether all groups have equal rewards; with a critic such a group teaches like any other."""
+    """Return whether all groups of the last windows are dead. With a critic none is: equal rewards teach, too."""
     return _all_alike(history) and not has_critic(history)
 
 
 def _late(history: History) -> tuple[list[float], int]:
     """Return the rewards of the last ``FLAT_STEPS`` steps, but at least ``FLAT_WINDOWS`` windows, and how many steps
-    they span. Empty if there are too few, or if all groups are dead, which has a rule of its own."""
+    they span; ([], 0) if there are too few, or if all groups are dead, which has a rule of its own."""
     end = step_of(history[-1])
     if len(history) < FLAT_WINDOWS or end - step_of(history[0]) < FLAT_STEPS or _dead(history):
         return [], 0

@@ -47,14 +47,15 @@ QUARTERS = 4
 PASS_RATES = (0.0, 0.25, 0.5, 0.75, 1.0 - 1e-6)
 BUCKETS = QUARTERS + len(PASS_RATES) + 1
 COLUMNS = ("rows", "tokens", "pass_rate", "answer_advantage", "token_advantage", "weight")
-"""Sums of a bucket: completions; their loss tokens; the pass rates of their groups; |Â| of each completion (its tokens'
-mean); |Â| of each token; |w| of each token. ``answer_advantage`` and ``token_advantage`` are what ``weight`` is
-proportional to at α = 0 and at α = 1."""
+"""What is summed over the completions of a bucket: 1; the number of loss tokens; the pass rate of the group; the mean
+|Â| of the tokens; the sum of |Â| over the tokens; the sum of |w| over the tokens. The ``weight`` of a bucket is
+proportional to its ``answer_advantage`` if α = 0, and to its ``token_advantage`` if α = 1."""
 
 
 @dataclass(frozen=True)
 class WeightFamily:
-    """Family of a preset's weights on-policy: |o|^(α−1), and whether Â is divided by the group's deviation."""
+    """Family of a preset's token weights on-policy: ``alpha`` is α in |o|^(α−1), and ``scaled`` says whether Â is
+    divided by the standard deviation of the group's rewards."""
 
     alpha: int
     scaled: bool
@@ -65,11 +66,11 @@ class WeightFamily:
         return self.alpha == 1 and not self.scaled
 
     def of_length(self, tokens: float) -> float:
-        """A token's weight in an answer of so many tokens, per unit of |Â|, up to a constant."""
+        """Return the weight of a token in an answer of so many tokens, per unit of |Â|, up to a constant."""
         return float(tokens) ** (self.alpha - 1)
 
     def of_pass_rate(self, rate: float) -> float:
-        """Mean |Â| of a group of pass rate p: 2p(1 − p), or 2√(p(1 − p))."""
+        """Return the mean |Â| of a group with pass rate p: 2p(1 − p), or 2√(p(1 − p)) if it is scaled."""
         variance = rate * (1 - rate)
         return 2 * (math.sqrt(variance) if self.scaled else variance)
 
@@ -94,11 +95,13 @@ FAMILIES: dict[str, WeightFamily] = {
     "clip_cov": WeightFamily(1, scaled=True),
     "kl_cov": WeightFamily(1, scaled=True),
 }
-"""Preset → its family, of tokens that are not chosen; ``ppo`` has advantages of tokens."""
+"""Preset → family of its token weights. Where a preset chooses some tokens and treats them otherwise (such as
+``kl_cov``), it is the family of the others. ``ppo`` is missing, since its advantages differ from token to token."""
 
 
 def token_weights(loss: Tensor, logps: Tensor) -> Tensor:
-    """Compute w = −∂loss/∂log π of each token, ``[B, T]`` like ``logps``, detached; 0 where the loss reads none.
+    """Compute w = −∂loss/∂log π of each token, ``[B, T]`` like ``logps``, detached; 0 where the loss does not depend on
+    the token's log-prob.
 
     Args:
         loss: the scalar whose gradient is taken; its graph is kept, so that it can still be trained on.
@@ -111,7 +114,7 @@ def token_weights(loss: Tensor, logps: Tensor) -> Tensor:
 
 
 def sums_of_rows(mask: Tensor, advantages: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
-    """Sum a batch's rows into buckets, float64 ``[BUCKETS, 5]``: all ``COLUMNS`` but the last.
+    """Sum the completions of a batch by buckets, float64 ``[BUCKETS, 5]``: all ``COLUMNS`` but the last.
 
     Args:
         mask: bool ``[B, T]``, loss tokens; a row without any is not counted.
@@ -129,14 +132,14 @@ def sums_of_rows(mask: Tensor, advantages: Tensor, quarter: Tensor, pass_rate: T
 
 
 def sums_of_weights(weights: Tensor, mask: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
-    """Sum |w| into buckets, float64 ``[BUCKETS]``: the last of ``COLUMNS``. The other arguments: see
-    ``sums_of_rows``."""
+    """Sum |w| by buckets, float64 ``[BUCKETS]``: the last of ``COLUMNS``. ``weights``: ``[B, T]``, of the function
+    ``token_weights``; the other arguments are those of ``sums_of_rows``."""
     return _in_buckets(masked_sum(weights.abs().double(), mask, dim=1).unsqueeze(1), quarter, pass_rate).squeeze(1)
 
 
 def _in_buckets(values: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
-    """Sum ``[B, C]`` into ``[BUCKETS, C]``: each row in its quarter of lengths and, if known, in its pass rate's
-    bucket."""
+    """Sum ``values``, ``[B, C]``, into ``[BUCKETS, C]``. Each row counts in the bucket of its quarter of lengths and,
+    if its pass rate is known, also in the bucket of that."""
     ends = torch.tensor(PASS_RATES, device=values.device)
     known = ~pass_rate.isnan()
     places = QUARTERS + torch.bucketize(pass_rate.float().nan_to_num(nan=0.0), ends)
@@ -151,9 +154,15 @@ def as_line(step: int, sums: Tensor) -> dict[str, Any]:
 
 
 class Bucket(NamedTuple):
-    """A part of a run's completions. ``at``: their mean length (tokens) or their groups' mean pass rate. ``token``:
-    mean |w| of a token; ``answer``: Σ|w| of an answer; both also as they would be at α = 0 and α = 1. Each in units of
-    the run's mean."""
+    """The weights of some of a run's completions, each in units of the mean over all of the run.
+
+    Attributes:
+        at: mean length of the completions in tokens, or mean pass rate of their groups; in these units, not the run's.
+        token: mean |w| of a token, as measured.
+        answer: mean of Σ_t |w| of a completion, as measured.
+        token_at_0, token_at_1: what ``token`` would be if α were 0, or 1.
+        answer_at_0, answer_at_1: the same of ``answer``.
+    """
 
     at: float
     token: float
@@ -165,8 +174,11 @@ class Bucket(NamedTuple):
 
 
 def over_steps(lines: Iterable[Mapping[str, Any]], by: str) -> list[Bucket]:
-    """Add ``lines`` up to buckets of ``by_length`` or ``by_pass_rate``, without empty ones; an empty list if nothing
-    has a weight. Raises KeyError or TypeError for a line that ``as_line`` did not write."""
+    """Add up the ``lines`` of many steps, and return the buckets that are not empty.
+
+    ``by``: ``by_length`` or ``by_pass_rate``. An empty list is returned if nothing has a weight. Raises KeyError or
+    TypeError for a line that ``as_line`` did not write.
+    """
     sums: list[dict[str, float]] = []
     for line in lines:
         for place, bucket in enumerate(line[by]):

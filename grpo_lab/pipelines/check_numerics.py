@@ -35,19 +35,20 @@ from grpo_lab.recipe.sections import DataSection
 from grpo_lab.turns.protocols import TurnTokens
 from grpo_lab.turns.trajectory import Trajectory
 
-#: The tool whose answers stand between two turns.
+#: Tool of the transcripts; its answers stand between two turns.
 TOOL = {
     "name": "look_up",
     "description": "Look a table up.",
     "parameters": {"type": "object", "properties": {"table": {"type": "string"}}, "required": ["table"]},
 }
 TOOLS = [{"type": "function", "function": TOOL}]
+#: Id of every call.
 CALL = "lookup001"
-#: Argument of the calls, after which the end of the turn is looked for.
+#: Argument of every call; behind it the end of the turn is looked for.
 CALLED_WITH = "sevens"
-#: The engine's share of a GPU, on which the trainer's model is too; as TRL's default.
+#: The engine's share of the GPU's memory, which it shares with the trainer's model; TRL's default.
 SHARE_OF_GPU = 0.3
-#: Most parts of transcripts after which the engine draws a token anew.
+#: Most prefixes of transcripts after which the engine draws one token anew.
 PREFIXES = 64
 
 
@@ -70,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(known: argparse.Namespace) -> int:
-    """Check, print, write ``--output``; return 0 to train, 1 not to."""
+    """Compare engine and trainer, print the gaps and the verdict, and write them to ``--output``; return 0 if one can
+    train with this engine, 1 if not. Raises ValueError for options that do not fit."""
     refuse_adapter(known.model, "MODEL")
     options = engine_options_of(known)
     if known.server is None:
@@ -104,6 +106,8 @@ def run(known: argparse.Namespace) -> int:
 
 
 def _engine(known: argparse.Namespace, options: EngineOptions, model: Any, files: AdapterFiles | None) -> AskedEngine:
+    """Return the server that ``--server`` names, or start an engine in this process. ``model``: the trainer's, for its
+    number format; ``files``: its adapter."""
     if known.server is not None:
         return ServedEngine(known.server, known.token_file)
     room = options.max_model_len or known.length + 1
@@ -120,13 +124,14 @@ def _engine(known: argparse.Namespace, options: EngineOptions, model: Any, files
 
 
 def word_problems(count: int) -> list[Messages]:
-    """Return the messages of some prompts, with which transcripts open."""
+    """Return the messages of ``count`` word problems, with which the transcripts open."""
     section = DataSection("word_problems", arguments={"n": count})
     return list(load_rows(section, "the prompts of transcripts")["prompt"])
 
 
 def first_difference(engine: AskedEngine, tokenizer: Any, prompts: Sequence[Messages]) -> str | None:
-    """Return where the engine renders a prompt, or a tool's answer after one, to other tokens; None: nowhere."""
+    """Describe the first place where the engine renders messages to other tokens than the trainer's tokenizer; None if
+    there is none. Compared are the prompts, and one prompt with a call of the tool and its answer."""
     for number, messages in enumerate([*prompts, _with_answer(prompts[0], "7")], start=1):
         ours = rendered(messages, tokenizer)
         theirs = engine.rendered(messages, TOOLS)
@@ -142,7 +147,8 @@ def first_difference(engine: AskedEngine, tokenizer: Any, prompts: Sequence[Mess
 
 
 def rendered(messages: Messages, tokenizer: Any) -> list[int]:
-    """Return the trainer's tokens of messages and the tool, with the header of the next turn."""
+    """Return the tokens of messages by the trainer's tokenizer, with the description of the tool and the header of the
+    next turn."""
     return render_prompt(messages, tokenizer, {"tools": TOOLS}).ids
 
 
@@ -158,9 +164,21 @@ def _with_answer(prompt: Messages, answer: str) -> list[dict[str, Any]]:
 
 
 def tool_tokens(tokenizer: Any, prompt: Messages, stops: Sequence[int], room: int, number: int) -> list[int]:
-    """Return at most ``room`` tokens that follow the end token of a turn: a tool's answer and the header of the next
-    turn. Raises ValueError if the template writes no end token or no answer, or if there is no room. Unlike
-    ``turns.dialogue`` it takes any template, also one that writes earlier turns anew: a check asks for no training."""
+    """Return the tokens that follow the end token of a turn: a tool's answer and the header of the next turn.
+
+    Unlike ``turns.dialogue`` this takes any chat template, also one that writes earlier turns anew: a check trains on
+    nothing.
+
+    Args:
+        tokenizer: the trainer's, with its chat template.
+        prompt: messages that the answer is rendered after.
+        stops: token ids that end a turn.
+        room: most tokens to return; the answer is cut to fit.
+        number: whole number that makes this answer another than those of other turns.
+
+    Raises:
+        ValueError: the template writes no end token or no answer, or its header alone takes more than ``room``.
+    """
     table = " ".join(f"{k} times 7 is {7 * k}." for k in range(100 * number, 100 * number + room))
     words = tokenizer(table, add_special_tokens=False)["input_ids"][:room]
     found: list[int] = []
@@ -182,8 +200,12 @@ def tool_tokens(tokenizer: Any, prompt: Messages, stops: Sequence[int], room: in
 def write_transcripts(
     engine: AskedEngine, tokenizer: Any, stops: Sequence[int], prompts: Sequence[Messages], turns: int, length: int
 ) -> list[Trajectory]:
-    """Let the engine write transcripts of at most ``length`` tokens. Turns, and the answers between them, share evenly
-    what the longest prompt leaves. Raises ValueError if that is too little."""
+    """Let the engine write a transcript after each prompt: ``turns`` turns at temperature 1, with a tool's answer
+    between two of them.
+
+    A transcript has at most ``length`` tokens. Turns and answers share evenly what the longest prompt leaves of them.
+    ``stops``: token ids that end a turn. Raises ValueError if fewer than four tokens are left for each.
+    """
     found = [Trajectory.begin(rendered(prompt, tokenizer)) for prompt in prompts]
     longest = max(len(one.prompt) for one in found)
     room = (length - 1 - longest) // (2 * turns - 1)
@@ -204,8 +226,8 @@ def write_transcripts(
 
 @torch.no_grad()
 def trainer_reads(model: Any, rows: Rows, written: Rows, autocast: bool = False) -> list[list[float]]:
-    """Return the trainer's log-probs of what was written after each row, in nats. A row at a time: logits of all may
-    not fit."""
+    """Return the trainer's log-probs, in nats, of the tokens ``written`` after each row. Rows are computed one at a
+    time, since the logits of all may not fit into memory. ``autocast``: compute in bfloat16 by autocast."""
     device = next(model.parameters()).device
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         return [forward_logprobs(model, [row], [ids])[0] for row, ids in zip(rows, written, strict=True)]
@@ -218,8 +240,22 @@ def measure(
     template: str | None = None,
     autocast: bool = False,
 ) -> Evidence:
-    """Compare the engine with the trainer on transcripts that the engine wrote, and on tokens that it draws after parts
-    of them. Raises EngineFault for a log-prob that is NaN or infinite."""
+    """Compare engine and trainer on the tokens that the engine wrote, and on tokens that it draws anew.
+
+    Anew, without its cache, it draws one token after each of up to ``PREFIXES`` prefixes of the transcripts, and as
+    many prefixes that are longer than three quarters of theirs, pairs of neighbouring tokens, and single tokens. If
+    ``model`` has an adapter (a `PeftModel`), the first of these are also compared without it.
+
+    Args:
+        model: the trainer's model.
+        engine: the engine that wrote the transcripts.
+        transcripts: what it wrote (``write_transcripts``).
+        template: how it renders messages differently (``first_difference``); None: it does not.
+        autocast: compute the trainer's log-probs in bfloat16 by autocast.
+
+    Raises:
+        EngineFault: a log-prob is missing, NaN or infinite.
+    """
 
     def drawn(prefixes: Rows, adapted: bool = True) -> tuple[Rows, list[list[float]]]:
         written = engine.write(prefixes, 1, cached=False, adapted=adapted)
@@ -227,7 +263,7 @@ def measure(
 
     def gap(prefixes: Rows, ids: Rows, told: Sequence[Sequence[float]]) -> Gap:
         own = trainer_reads(model, prefixes, ids, autocast)
-        sync_gap(told, own)
+        sync_gap(told, own)  # raises EngineFault
         return Gap.between(np.concatenate(told), np.concatenate(own))
 
     own = trainer_reads(model, [one.prompt for one in transcripts], [one.ids for one in transcripts], autocast)
@@ -256,7 +292,8 @@ def measure(
 
 
 def _own_tokens(one: Trajectory, computed: Sequence[float]) -> Iterator[tuple[int, int, float | None, float]]:
-    """Yield turn, quarter of the transcript, the engine's and the trainer's log-prob of each token of the policy."""
+    """Yield of each token that the policy wrote: its turn (from 1), its quarter of the transcript (1 to 4), and its
+    log-prob by the engine and by the trainer. ``computed``: the trainer's log-probs of all tokens after the prompt."""
     told = one.logprobs or []
     for number, turn in enumerate(one.turns, start=1):
         for at in range(turn.first, turn.end):
@@ -264,12 +301,12 @@ def _own_tokens(one: Trajectory, computed: Sequence[float]) -> Iterator[tuple[in
 
 
 def _spread(rows: list[list[int]]) -> list[list[int]]:
-    """Return at most `PREFIXES` of the rows, evenly spread."""
+    """Return every n-th of the rows, with the smallest n that leaves at most `PREFIXES` of them."""
     return rows[:: -(-len(rows) // PREFIXES)]
 
 
 def _report(known: argparse.Namespace, engine: AskedEngine, found: Evidence, trainer: torch.dtype) -> int:
-    """Print and write what was found; return the exit code."""
+    """Print and write what was found; return the exit code. ``trainer``: number format in which it computes."""
     limit = tolerance_for(engine.dtype, trainer, on_gpu=engine.on_gpu)
     dtypes = [str(one).removeprefix("torch.") for one in (engine.dtype, trainer)]
     train, cause, sentence = verdict(found, limit, dtypes)

@@ -1,8 +1,8 @@
 """`grpo-lab curate`: choose training rows by filters over their text, a model's pass rates, and a balance.
 
-The folder has `pass_rates.jsonl` and `guesses.jsonl` (samples, kept as they come), `curated.parquet` and
-`curated.jsonl` (rows that stay, every score a column), `all.parquet` (all rows, with `kept` and `dropped_by`) and
-`report.html`.
+The folder has `pass_rates.jsonl` and `guesses.jsonl` (samples, written as they come, by which a killed run continues),
+`curated.parquet` and `curated.jsonl` (the rows that stay, every score a column), `all.parquet` (all rows, with `kept`
+and `dropped_by`) and `report.html`.
 """
 
 from __future__ import annotations
@@ -58,17 +58,24 @@ if TYPE_CHECKING:
 
 MARKER, KEPT = "curation.json", "curated.parquet"
 BY_TEXT = ("kind", "duplicates", "contamination")
-"""Filters that read the text alone."""
+"""Filters that read the rows' text and need no model."""
 _BATCH = 1000
-"""Number of rows that are read from a table, or written to it, at once."""
+"""Number of rows that are read or written at once."""
 
 
 @settings(rest="sampling")
 class CurationRecipe:
-    """A recipe of `grpo-lab curate`; keys that are no fields are `SamplingSettings`'. Without `model` only the filters
-    that read text run.
+    """A recipe of `grpo-lab curate`; keys that are no fields are `SamplingSettings`'.
 
-    `max_hours` and `stop_file` ask it to stop, as in a recipe of `grpo-lab train` (docs/resume.md).
+    Attributes:
+        name: name of the curation, a title.
+        output_dir: folder of its files.
+        data: the rows to choose from.
+        filters: the filters and their settings.
+        model: a saved model that is asked about the rows; None: only the filters run that need none.
+        reward: the reward that judges the model's answers.
+        sampling: how the model is sampled.
+        max_hours, stop_file: when to stop, as in a recipe of `grpo-lab train` (docs/resume.md).
     """
 
     name: str
@@ -96,16 +103,16 @@ class CurationRecipe:
 
 
 def curation_recipe_from(written: Mapping[str, Any], default_name: str = "curation") -> CurationRecipe:
-    """Make a recipe from a plain mapping. Raises ValueError for an unknown key (with the nearest match) or a missing
-    section."""
+    """Make a curation's recipe from a plain mapping; ``default_name``: its name if it has none. Raises ValueError for
+    an unknown key (with the nearest match) or a missing section."""
     check_command(written, "curate")
     return read(CurationRecipe, with_name(written, default_name))
 
 
 @dataclass(frozen=True)
 class Curated:
-    """Result of a curation: its folder, a table of the rows that stay (every score a column), and a report of what was
-    dropped."""
+    """Result of a curation: its folder, the table of the rows that stay (every score a column), and the report of what
+    each filter dropped."""
 
     folder: Path
     table: pa.Table
@@ -118,10 +125,11 @@ class Curated:
 
 
 def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
-    """Run ``recipe``. If its folder has samples of an earlier run, continue with them.
+    """Run ``recipe``: filter its rows, write those that stay, and a report.
 
-    Raises ValueError if the folder is not a curation's, its samples were made with other settings, or a setting does
-    not fit. Raises Interrupted if it is asked to stop.
+    Samples that an earlier run has left in the folder are used again, unless ``overwrite`` removes them. Raises
+    ValueError if the folder is not a curation's, its samples were made with other settings, or a setting does not fit.
+    Raises Interrupted if a stop was requested.
     """
     began = time.perf_counter()
     folder = recipe.output_dir
@@ -162,9 +170,10 @@ def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
 
 
 def stages_of(recipe: CurationRecipe) -> list[Stage]:
-    """List the stages: filters over the text, room for a completion, pass rates, guesses, balance.
+    """List the stages that the recipe asks for: filters over the text; with a model also room for a completion, pass
+    rates and guesses; then balance.
 
-    None leaves a marker: samples are kept in their own files, and the filters may be others next time.
+    They leave no markers: samples are kept in files of their own, and the filters may be others next time.
     """
     folder = recipe.output_dir
     filters = recipe.filters
@@ -181,7 +190,8 @@ def stages_of(recipe: CurationRecipe) -> list[Stage]:
 
 
 def _loaded(recipe: CurationRecipe, ready: Resolved, stop: StopRequests) -> Filtering:
-    """Return the rows in the state that the stages work on. Columns of an earlier curation's scores are removed."""
+    """Return the workspace of the stages: the rows, of which all are kept so far, and what the filters need. Columns
+    with the scores of an earlier curation are removed."""
     loaded = ready.asked.rows
     notes = []
     if earlier := [name for name in loaded.column_names if name in (*SCORES, "kept", "dropped_by")]:
@@ -204,7 +214,8 @@ def _loaded(recipe: CurationRecipe, ready: Resolved, stop: StopRequests) -> Filt
 
 
 def _check(recipe: CurationRecipe, overwrite: bool) -> None:
-    """Raise ValueError if the folder has another number of samples per problem than the recipe asks for."""
+    """Raise ValueError if the folder has samples of an earlier run, and not as many per problem as the recipe asks for;
+    with ``overwrite`` they are removed anyway."""
     if overwrite:
         return
     instead = "give --overwrite to sample anew, or another `--output_dir`"
@@ -215,8 +226,8 @@ def _check(recipe: CurationRecipe, overwrite: bool) -> None:
 
 
 def _load(recipe: CurationRecipe, asked: Questions, overwrite: bool, here_only: bool) -> list[Any]:
-    """Load the evaluation sets that rows are compared with (contamination). Raises ValueError for what cannot be
-    loaded, sampled or balanced."""
+    """Load the evaluation sets that the filter ``contamination`` compares rows with. Raises ValueError if they cannot
+    be loaded, the model cannot be sampled, or rows have no column to be balanced by."""
     filters = recipe.filters
     by = filters.balance and filters.balance.by
     if by and asked.rows is not None:
@@ -254,15 +265,15 @@ CURATE = StagedCommand("curate", _check, _load, _words, marker=MARKER)
 
 
 def _rows_of(batch: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch of columns, as mappings."""
+    """Yield the rows of a batch, name → column, as mappings."""
     return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
 def write_rows(folder: Path, selection: Selection) -> pa.Table:
-    """Write `curated.*` and `all.parquet`, and return the rows that stay.
+    """Write `curated.parquet`, `curated.jsonl` and `all.parquet`, and return the table of the rows that stay.
 
-    Beside the rows themselves only the table is in memory: it is made a column at a time, and lines are written some at
-    a time.
+    Beside the rows themselves only the table is held in memory: it is made one column at a time, and the lines of the
+    JSON file are written some at a time.
     """
     import pyarrow as pa
 

@@ -1,5 +1,8 @@
-"""``--dry-run`` of a training: describe what it will do, without doing it. Everything is checked that needs neither a
-GPU nor the network."""
+"""``--dry-run`` of a training: describe what it will do, without doing it.
+
+Everything is checked that needs neither a GPU nor the network: the recipe, rows and golds if they are on this machine,
+and the trainer, which is built around a small stand-in for the model.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +37,14 @@ NOT_BUILT: dict[str, Any] = {
     "report_to": "none",
     "save_checksums": True,
 }
-"""Settings that the stand-in for the trainer is built without: the engine, the hub, and how the real model is loaded.
-"""
+"""Values that replace the recipe's when the trainer is built around the stand-in: no engine, no hub, no settings of how
+the real model is loaded, no stop requests."""
 
 
 @asking_the_hub_once()
 def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> dict[str, str]:
-    """Describe what `grpo-lab train` will do. Loads rows and (local) configs, trains nothing.
-
-    Raises ValueError for whatever ``train`` would refuse, as far as it can be known here.
-    """
+    """Describe what `grpo-lab train` will do, title → text. Rows and local configurations are loaded, nothing is
+    trained or written. Raises ValueError for whatever ``train`` would refuse, as far as it can be known here."""
     recipe = numbers_read(recipe)
     config = lab_config(recipe, **_of_this_machine(recipe))
     folder = RunFolder.open(recipe, overwrite, resume)
@@ -98,8 +99,8 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
 
 
 def _of_this_machine(recipe: Recipe) -> dict[str, Any]:
-    """Return settings that replace the recipe's own in a plan: those for number formats and kernels. For a stage on
-    several processes, also their joint batch size, since a plan has one process."""
+    """Return settings that replace the recipe's own in a plan: those of number formats and kernels, which this machine
+    may not have. For a stage on several processes also their batch sizes together, since a plan has one process."""
     processes = outlook().processes
     if processes == 1:
         return NOT_OF_THIS_MACHINE
@@ -109,7 +110,7 @@ def _of_this_machine(recipe: Recipe) -> dict[str, Any]:
 
 
 def _rewards(recipe: Recipe, job: Job, config: Any) -> str:
-    """List the recipe's rewards and those that its trainer declares, each with its weight or its schedule."""
+    """Describe the recipe's rewards and those that its trainer declares, each with its weight or its schedule."""
     rewards = job.rewards
     own = len(job.rewards)
     if recipe.environment_factory is None:  # an environment's own rewards are known only when it is built
@@ -126,7 +127,8 @@ def _rewards(recipe: Recipe, job: Job, config: Any) -> str:
 
 
 def _tasks(job: Job, config: Any) -> dict[str, str]:
-    """Return a line on each task of a mixture: its rows, its weight and its share of the prompts."""
+    """Return a line of the plan for each task of a mixture: its rows, its weight and its share of the prompts. `{}` if
+    the recipe has no mixture."""
     tasks = config.lab_settings.tasks
     counts = Counter[str]()
     if tasks and job.rows is not None:
@@ -140,7 +142,7 @@ def _tasks(job: Job, config: Any) -> dict[str, str]:
 
 
 def _dropout(recipe: Recipe, config: Any) -> str:
-    """Describe the adapter's dropout, as far as the recipe gives it, and what any dropout means for the update."""
+    """Describe the dropout of the recipe's adapter, if it gives one, and what dropout means for the exact update."""
     rate = float(dict(recipe.model.lora or {}).get("lora_dropout") or 0.0)
     if config.lab_settings.update.is_off:
         means = "stock's batches and draws (update: off)"
@@ -153,10 +155,8 @@ def _dropout(recipe: Recipe, config: Any) -> str:
 
 
 def _checked(recipe: Recipe, job: Job) -> str:
-    """Build the trainer around a small stand-in model, so that its own checks run; return what was checked, in words.
-
-    The recipe's tokenizer is used if it is on this machine.
-    """
+    """Build the trainer around a small stand-in for the model, so that its own checks run; return what was checked, in
+    words. The recipe's tokenizer is used if it is on this machine. Without rows here, the trainer is not built."""
     if job.rows is None or (recipe.eval_dataset is not None and job.eval_rows is None):
         return "rewards, parts and settings; not the trainer with its rows, which are not here"
     section = made_from(recipe.model) or recipe.model
@@ -187,8 +187,8 @@ def _checked(recipe: Recipe, job: Job) -> str:
 
 
 def _not_built(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that the stand-in is built without; of a recipe with an engine, also its correction. Turns
-    stay: with them an environment's scores of turns are a reward."""
+    """Return ``NOT_BUILT`` for this recipe: with an engine, its correction is left out too. ``rollout.turns`` stays,
+    since with it an environment's scores of turns are a reward."""
     settings = dict(NOT_BUILT)
     rollout = recipe.arguments.get("rollout") or {}
     if rollout.get("turns") is not None:
@@ -199,8 +199,8 @@ def _not_built(recipe: Recipe) -> dict[str, Any]:
 
 
 def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) -> str:
-    """Return the first row's prompt as the model gets it, with its ``tools``. It is rendered if a tokenizer with a chat
-    template is on this machine."""
+    """Return the first row's prompt, as Python text. It is rendered as the model gets it, with the descriptions of the
+    ``tools``, if a tokenizer with a chat template is on this machine; otherwise a note says why not."""
     from grpo_lab.engines.generators import render_prompt
 
     prompt = rows[0]["prompt"]
@@ -219,5 +219,5 @@ def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) 
 
 
 def own_tokenizer(section: ModelSection) -> str | None:
-    """Return the folder of the recipe's tokenizer, or of its model's, if it is on this machine."""
+    """Return the folder of the recipe's tokenizer, else of its model, if one with a tokenizer is on this machine."""
     return next((p for p in (section.tokenizer, section.path) if p and (Path(p) / "tokenizer.json").is_file()), None)

@@ -1,7 +1,7 @@
 """Stages of a pipeline's recipe, ready to be run, and the files that record how far they are.
 
-``run.json`` says which pipeline the folder holds, ``pipeline.yaml`` what is asked for, ``pipeline.json`` how far every
-stage is. All of it follows from the recipe and the stages' own `stage.json`.
+``run.json`` records which pipeline the folder holds, ``pipeline.yaml`` what the recipe asks for, and ``pipeline.json``
+how far every stage is. All three follow from the recipe and from the stages' own `stage.json`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Entry(Stage):
     """Stage of a pipeline, with a folder of its own. It is done again if what it was made from has changed.
 
     Args:
-        number: its place in the order, from 1.
-        section: its entry in the recipe.
-        takes: its inputs, stage.thing → place in the pipeline's folder.
+        number: place of the stage in the order of all stages, from 1.
+        section: entry of the stage in the recipe.
+        takes: input, as stage.thing → its place in the pipeline's folder.
     """
 
     number: int
@@ -49,6 +49,7 @@ class Entry(Stage):
 
     @property
     def whole(self) -> bool:
+        """Return whether a stop ends the stage anywhere; never where it runs in other processes (``launch``)."""
         return super().whole and not self.section.launch
 
     @cached_property
@@ -63,7 +64,7 @@ class Entry(Stage):
         return Asked({**kept, "inputs": dict(self.section.inputs)}, dict(self.takes), named, leaves, keeps)
 
     def record(self) -> StageRecord:
-        """Read the stage's record from its folder, and enter the inputs that the recipe gives it now."""
+        """Read the stage's record from its folder, with the inputs that the recipe gives it now."""
         found = StageRecord.read(self.folder, self.name, self.section.stage)
         found.before = [*self.section.before]
         taken = self.section.inputs.items()
@@ -71,8 +72,8 @@ class Entry(Stage):
         return found
 
     def due(self, record: StageRecord) -> str:
-        """Return why the stage is to be done, once those before it are done (``pipelines.standing``); empty if it is
-        not."""
+        """Return why the stage has to be done (``pipelines.standing``); empty if it is done. The stages before it are
+        taken to be done."""
         before = {name: Standing(NOTHING, "") for name in self.asked.before}
         look = look_at(self.folder.parent, self.name, record, self.asked)
         stands = standing(record, self.asked, look, before)
@@ -81,6 +82,7 @@ class Entry(Stage):
         return stands.why
 
     def begin(self, record: StageRecord, why: str) -> None:
+        """Record what the stage is made from, and make its folder ready: empty, or as a killed stage left it."""
         places = self.asked.places(self.folder.parent)
         record.taken = seen_at(places.values())
         record.prepare(self.folder, why, self.asked.settings, digests_at(places))
@@ -89,8 +91,8 @@ class Entry(Stage):
         record.finish(self.folder, self.places)
 
     def fail(self, record: StageRecord, error: BaseException) -> None:
-        """Record how ``error`` ended the stage. A stage whose marker already says `done` stays done: the stop came
-        after it."""
+        """Record that ``error`` ended the stage. A stage whose marker says "done" stays done: a stop that came after
+        that is no failure."""
         if record.status == DONE:
             return
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
@@ -99,7 +101,7 @@ class Entry(Stage):
 
 
 def entries_of(recipe: PipelineRecipe) -> list[Entry]:
-    """Return the stages in order, each of its kind with its settings and inputs.
+    """Return the recipe's stages in the order in which they run, each with its settings checked and its inputs found.
 
     Raises one ValueError with the mistakes of all stages.
     """
@@ -125,6 +127,11 @@ def entries_of(recipe: PipelineRecipe) -> list[Entry]:
 
 
 def _entry(number: int, section: StageSection, recipe: PipelineRecipe, kinds: Mapping[str, Any]) -> Entry:
+    """Make one stage: write the places of its inputs into its settings, and read these as its kind does.
+
+    ``kinds``: name of each stage → its kind. Raises ValueError for an input that no stage leaves, or a setting that
+    does not fit.
+    """
     kind = kinds[section.name]
     if recipe.seed is not None and hasattr(kind, "seed"):
         section = replace(section, settings={"seed": recipe.seed, **section.settings})
@@ -152,7 +159,10 @@ def _entry(number: int, section: StageSection, recipe: PipelineRecipe, kinds: Ma
 
 @dataclass
 class PipelineFiles:
-    """The three files of a pipeline's folder. If a stage's own file has not changed, the stage is not read again."""
+    """Writes the three files of a pipeline's folder: `run.json`, `pipeline.yaml` and `pipeline.json`.
+
+    A stage that is done is read again only if its own file, `stage.json`, has changed.
+    """
 
     recipe: PipelineRecipe
     entries: Sequence[Entry]
@@ -160,7 +170,7 @@ class PipelineFiles:
     """Stage → stamp of its file (time, size, inode), its part of `pipeline.json`, and whether it is done."""
 
     def begin(self) -> None:
-        """Write all three: which pipeline it is, what is asked for, and how far every stage is."""
+        """Write all three files; make the folder if needed."""
         folder = self.recipe.output_dir
         folder.mkdir(parents=True, exist_ok=True)
         write_run(folder, {"name": self.recipe.name, "pipeline": PIPELINE, "versions": versions()})
@@ -168,7 +178,7 @@ class PipelineFiles:
         self.write()
 
     def write(self) -> None:
-        """Write `pipeline.json`, which says how far every stage is."""
+        """Write `pipeline.json`: how far every stage is."""
         folder = self.recipe.output_dir
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -183,6 +193,7 @@ class PipelineFiles:
             os.close(opened)
 
     def _part(self, entry: Entry) -> tuple[str, bool]:
+        """Return a stage's part of `pipeline.json`, as JSON, and whether the stage is done."""
         try:
             found = os.stat(entry.folder / STAGE)
             stamp: Any = (found.st_mtime_ns, found.st_size, found.st_ino)

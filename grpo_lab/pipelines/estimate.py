@@ -39,7 +39,11 @@ from grpo_lab.trainer.supervised.methods import COLUMNS, FIXED, PAIR, trl_of
 
 
 def sizes(model: Any, half: bool = False) -> tuple[int, ...]:
-    """Return h, L, V, k and a of the module's formulas, and the number of parameters of a layer and the embeddings."""
+    """Return h, L, V, k and a of the module's formulas, and the number of parameters of a layer and the embeddings.
+
+    ``half``: under bf16 or fp16, so that activations have 2 bytes. The MLP's width is that of the experts that a token
+    passes, where that is larger.
+    """
     c = model.config.get_text_config()
     h = c.hidden_size
     layers = c.num_hidden_layers
@@ -54,9 +58,10 @@ def sizes(model: Any, half: bool = False) -> tuple[int, ...]:
 
 
 def states(model: Any, launch: Mapping[str, Any], trained: bool = True, half: bool = False) -> int:
-    """Return the bytes of a model's weights and, if ``trained``, of its gradients and moments.
+    """Return the bytes that a process needs for a model's weights and, if ``trained``, for its gradients and moments.
 
-    ``launch``: the content of an accelerate file; ``half``: under bf16 or fp16.
+    ``launch``: the content of an accelerate file; ``half``: under bf16 or fp16. Only parameters that require a gradient
+    are trained.
     """
     kind = launch.get("distributed_type")
     ranks = launch.get("num_processes", 1)
@@ -78,14 +83,18 @@ def states(model: Any, launch: Mapping[str, Any], trained: bool = True, half: bo
 
 
 def activations(model: Any, tokens: int, checkpointing: bool, half: bool = False) -> int:
-    """Return the bytes that the layers keep for the backward, for so many tokens."""
+    """Return the bytes that the layers keep for the backward of one forward over ``tokens`` tokens. ``checkpointing``:
+    with gradient checkpointing; ``half``: under bf16 or fp16."""
     h, layers, _, _, a, _ = sizes(model, half)
     return tokens * (4 * h * (layers + 1) + a if checkpointing else a * (layers + 1))
 
 
 def flat(stage: Any) -> dict[str, Any]:
-    """Return a stage's settings by name, with the defaults of TRL's configuration. ``method`` is `rl`, `sft`, …, or
-    None if nothing is trained."""
+    """Return all settings of a stage, or of a command's recipe, in one mapping: its own, those of its sampling or
+    evaluation section, and those of its training, which are filled up with the defaults of TRL's configuration.
+
+    ``method`` among them says what is trained: `rl`, or a supervised method such as `sft`; None: nothing is.
+    """
     found = dict(vars(stage))
     for name in ("sampling", "section"):
         found |= vars(found[name]) if name in found else {}
@@ -110,7 +119,16 @@ def flat(stage: Any) -> dict[str, Any]:
 
 
 class Estimates:
-    """Estimates of stages, one after another: a model that one leaves is known to the later ones."""
+    """Estimates of stages, one after another: the model that a stage leaves is known to later ones.
+
+    Attributes:
+        left: place of a model that an estimated stage leaves → its section, and the model without weights (or, in
+            words, why it is not known).
+        rows: rows and model → number of rows, and tokens of their longest prompt.
+        most: largest memory of a process in any stage so far, in bytes.
+        tokens: most tokens of all stages so far, generated and trained on.
+        open: whether something could not be estimated.
+    """
 
     def __init__(self) -> None:
         self.left: dict[str, tuple[ModelSection, Any]] = {}
@@ -120,10 +138,13 @@ class Estimates:
         self.open = False
 
     def of(self, kind: Any, launch: str | None = None, folder: Path = Path()) -> str:
-        """Return a line on what ``kind`` takes: a stage with its settings, or a command's recipe. Empty if it has no
-        model, or is a team's.
+        """Return a line, after a newline, on the memory and the tokens that a stage takes; empty if it uses no model,
+        or is of a team's kind.
 
-        ``launch``: its accelerate file.
+        Args:
+            kind: the stage with its settings, or a command's recipe.
+            launch: the stage's accelerate file.
+            folder: the folder that the stage works in.
         """
         if not type(kind).__module__.startswith("grpo_lab."):
             return ""
@@ -141,7 +162,7 @@ class Estimates:
         return "\n" + "; ".join([self._memory(s, section, model, said), *self._tokens(s, section, said)])
 
     def in_all(self) -> str:
-        """Return a line on all stages estimated so far: the most memory of a process, and the number of tokens."""
+        """Return a line on all stages so far: the most memory of a process, and the number of tokens."""
         known = []
         if self.most:
             known = [f"{self.most / 2**30:.1f} GiB a process"]
@@ -152,6 +173,8 @@ class Estimates:
         return "; ".join(([f"at most {', '.join(known)}"] if known else []) + more)
 
     def _model(self, named: Any) -> tuple[ModelSection, Any]:
+        """Return the section of a model, named by a section or a path, and the model without weights, or a text that
+        says why it is not known. An earlier stage may leave it."""
         if isinstance(named, ModelSection):
             section = named
         else:
@@ -159,8 +182,8 @@ class Estimates:
         return self.left.get(str(section.path)) or (section, meta_model(section))
 
     def _prompts(self, data: Any, section: ModelSection) -> tuple[int | None, int]:
-        """Return the number of rows and the tokens of their longest prompt, if they are on this machine. Not known:
-        None and 0."""
+        """Return the number of rows and the tokens of their longest prompt; None and 0 where they are not known, since
+        the rows, or the model's tokenizer, are not on this machine."""
         if not isinstance(data, DataSection):
             return None, 0
         key = f"{data} {section.path}"
@@ -169,6 +192,8 @@ class Estimates:
         return self.rows[key]
 
     def _memory(self, s: Mapping[str, Any], section: ModelSection, model: Any, launch: Mapping[str, Any]) -> str:
+        """Return a clause on the memory of a process: the total, and its parts in GiB. ``s``: the stage's settings, as
+        ``flat`` returns them; ``launch``: the content of its accelerate file."""
         beside = {name: s[name] for name in ("teacher", "short_model", "against") if s.get(name)}
         for one in s.get("rewards", ()):
             path = one.arguments.get("model") or ("/" in one.name and ":" not in one.name and one.name)
@@ -221,8 +246,8 @@ class Estimates:
         return f"at most {total:.1f} GiB a process{engine}: {count:,} parameters, {at_once} at once ({each})"
 
     def _tokens(self, s: Mapping[str, Any], section: ModelSection, launch: Mapping[str, Any]) -> list[str]:
-        """Return lines on the tokens that are generated, also for held-out rows, and trained on: rows × times × tokens
-        each time."""
+        """Return clauses on the most tokens that are generated, also for held-out rows, and trained on: each is rows ×
+        times × tokens."""
         held_out = s.get("evaluation")
         rounds = getattr(s.get("rounds"), "count", 1)
         jobs = list[Any]()
@@ -257,6 +282,7 @@ class Estimates:
 
 
 def _rows_and_longest(data: DataSection, section: ModelSection) -> tuple[int | None, int]:
+    """Return what ``Estimates._prompts`` does, by loading the rows."""
     source = str(data.arguments.get("source", ""))
     if looks_local(source) and not Path(source).exists():
         return None, 0
@@ -270,12 +296,17 @@ def _rows_and_longest(data: DataSection, section: ModelSection) -> tuple[int | N
 
 
 def _answers(section: EvaluationSection) -> int:
+    """Return how many completions an evaluation makes for each row, in all of its conditions."""
     return len(conditions_in(section)) * (1 + section.n_samples)
 
 
 def _of_training(s: Mapping[str, Any], length: int | None, ranks: int) -> tuple[str, Any, int, int | None]:
-    """Return whether tokens are generated or trained on, and rows (1: ``times`` is for all), times and tokens each
-    time."""
+    """Return what a training does with tokens ("generated" or "trained on"), its rows, how often it takes each, and the
+    most tokens each time (None: not known).
+
+    The rows are a section, None if their number is not known, or 1 if the number of times already counts all of them.
+    ``length``: most tokens of a completion; ``ranks``: number of processes.
+    """
     method = s["method"]
     steps = s["max_steps"]
     times = ceil(s["num_train_epochs"])

@@ -37,7 +37,7 @@ from grpo_lab.settings import at_least, read
 from grpo_lab.visible import visible
 
 _ROWS = ("source", "split", "template")
-"""Arguments of loaders that have an option of their own."""
+"""Arguments of loaders that have an option of their own in ``add_arguments``, with its own help."""
 _TAKEN = (
     "seed", "mode", "model", "limit", "output", "batch_size", "n_samples", "temperature", "tokenizer", "overwrite",
 )  # fmt: skip
@@ -47,13 +47,13 @@ _GIVEN = ("batch_size", "n_samples", "temperature", "max_new_tokens", "use_vllm"
          "thinking", "thinking_budget", "budget_text", "by")  # fmt: skip
 """Options that are settings of a recipe's ``evaluation``."""
 
-
 _ANSWERS = re.compile(r"(summary\.json|outcomes\.(jsonl|parquet)|answers\.\d+\.jsonl)")
-"""Names of the files of one condition."""
+"""Names of the files that one condition of an evaluation leaves."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `grpo-lab evaluate`. Those that are not given are not in the namespace."""
+    """Add the options of `grpo-lab evaluate`. An option that is not given, and has no default here, is not in the
+    namespace: its value then comes from ``--like`` or from the evaluation's own defaults."""
     from grpo_lab.data.made import SPLITS
     from grpo_lab.data.prompts import TEMPLATES
 
@@ -109,8 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(known: argparse.Namespace) -> int:
-    """Evaluate, print and, with `--output`, write; return the exit code. After SIGTERM or SIGUSR1 it is 75, and the
-    answers so far are kept."""
+    """Evaluate, print the results and, with `--output`, write them; return the exit code: 0, or 75 after SIGTERM or
+    SIGUSR1, when the answers so far are kept. Raises ValueError for options that do not fit."""
     from grpo_lab.evaluation.sweep import AGAINST
     from grpo_lab.recipe.ahead import check_engine
     from grpo_lab.stages.held_out import conditions_in
@@ -126,6 +126,8 @@ def run(known: argparse.Namespace) -> int:
 
 
 def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
+    """Measure every condition and report them; return the exit code. ``main``: this process prints and writes. Raises
+    StoppedByUser, which says what is kept, after Ctrl-C."""
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
     from grpo_lab.evaluation.comparison import print_comparison
     from grpo_lab.evaluation.sweep import compared
@@ -168,10 +170,10 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
 
 
 def plan_of(known: argparse.Namespace) -> HeldOut:
-    """Make the evaluation from the options and, for what they leave out, from `--like`.
+    """Make the evaluation from the options: they replace what ``--like`` or, with ``--data``, our defaults say.
 
-    Raises ValueError for neither or both of `--data` and `--like`, an argument that the loader does not take, or a bad
-    value.
+    Raises ValueError if neither or both of `--data` and `--like` are given, for an argument that the loader does not
+    take, or for a bad value.
     """
     said = dict(vars(known))
     rows = {name.removeprefix("data."): _value(name, text) for name, text in said.items() if name.startswith("data.")}
@@ -225,8 +227,8 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
 
 
 def with_every_argument(section: DataSection) -> DataSection:
-    """Return ``section`` with its loader's defaults written out. Raises ValueError for arguments that the loader does
-    not take."""
+    """Return ``section`` with every argument of its loader, those that it leaves out at their defaults. Raises
+    ValueError for arguments that the loader does not take."""
     parameters = loader_signature(section.loader, "--data").parameters
     allowed = [name for name in parameters if name != "template"]
     anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -238,8 +240,8 @@ def with_every_argument(section: DataSection) -> DataSection:
 
 
 def title(model: str, plan: HeldOut) -> str:
-    """Return one line with everything that a score depends on. Loader arguments that are off (None, False, 0.0) are
-    left out."""
+    """Return a line that names everything that a score depends on: model, rows, reward, token limit and seed. Loader
+    arguments that are off (None, False, 0.0) are left out."""
     from grpo_lab.runs.console import describe
 
     data = plan.section.data
@@ -250,10 +252,11 @@ def title(model: str, plan: HeldOut) -> str:
 
 
 def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) -> ExitStack:
-    """Make the output folder and lock it for this process, before anything is computed. Returns the lock.
+    """Make the output folder and lock it for this process, before anything is computed; return the lock.
 
-    An earlier evaluation's folders of other ``conditions`` are removed with ``overwrite``. Raises ValueError if the
-    folder cannot be made, is in use, holds a finished evaluation (without ``overwrite``) or something else.
+    ``conditions``: names of the folders that this evaluation will make in it. With ``overwrite``, folders of other
+    conditions, which an earlier evaluation left, are removed. Raises ValueError if the folder cannot be made, is in
+    use, holds something else or, without ``overwrite``, a finished evaluation.
     """
     from grpo_lab.evaluation import EvaluationResult
     from grpo_lab.evaluation.sweep import SWEEP
@@ -284,7 +287,8 @@ def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) 
 
 
 def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:
-    """Return a note if the model's own run was evaluated on other rows; empty if it was not, or has no record."""
+    """Return a note if the run that made the model evaluated it on other rows of the same loader than ``data`` asks
+    for; empty if it did not, with ``--like``, or if no recipe of that run is beside the model."""
     if known.like is not None or not (Path(known.model) / "recipe.yaml").is_file():
         return ""
     try:
@@ -299,14 +303,14 @@ def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """Read an option's text as YAML. For `steps` and `families`, `1,3` is a list, as `[1, 3]` is."""
+    """Read the text of the option ``name`` as YAML. For `steps` and `families`, `1,3` is a list, as `[1, 3]` is."""
     listed = name in ("data.steps", "data.families") and not text.startswith("[")
     return next(iter(parse_overrides([f"--{name}={f'[{text}]' if listed else text}"]).values()))
 
 
 def _told(text: str) -> dict[str, Any]:
-    """Read ``--chat-template-kwargs`` as a mapping. Raises ValueError if it is none, or has a key that decides how
-    prompts are rendered."""
+    """Read the text of ``--chat-template-kwargs`` as a mapping. Raises ValueError if it is none, or has a key that is
+    not the user's to set (`check_template_kwargs`)."""
     found = _value("chat-template-kwargs", text)
     if not isinstance(found, Mapping):
         raise ValueError(
@@ -317,6 +321,7 @@ def _told(text: str) -> dict[str, Any]:
 
 
 def _measures(said: list[str]) -> dict[str, RewardSection]:
+    """Read the texts ``NAME=REWARD`` of the options ``--measure``: name → reward."""
     found = {}
     for name, _, reward in (one.partition("=") for one in said):
         found[name] = read(RewardSection, _value(f"measure {name}", reward), f"--measure {name}")
@@ -325,7 +330,8 @@ def _measures(said: list[str]) -> dict[str, RewardSection]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """An evaluation: its section, and the token limit and seed, which the section leaves to its run."""
+    """An evaluation: its section, with the most new tokens of a completion and the seed, which a section leaves to the
+    recipe that it stands in."""
 
     section: EvaluationSection
     max_new_tokens: int
@@ -333,8 +339,8 @@ class HeldOut:
 
 
 def held_out_like(run: str | Path) -> HeldOut:
-    """Return the evaluation of ``run``, an output folder with a `recipe.yaml`, or a recipe. Raises ValueError if there
-    is none."""
+    """Return the evaluation that a recipe describes. ``run``: the recipe's file, or an output folder with its
+    `recipe.yaml`. Raises ValueError if there is no such file, or no evaluation in it."""
     path = Path(run)
     file = path / "recipe.yaml" if path.is_dir() else path
     if not file.is_file():
@@ -363,7 +369,8 @@ def held_out_like(run: str | Path) -> HeldOut:
 
 
 def _in_the_turns_of(section: Any, written: Mapping[str, Any], flat: Mapping[str, Any]) -> Any:
-    """Return an evaluation's section with the tools and the environment of its recipe, unless it has its own."""
+    """Return an evaluation's ``section`` with the tools, the environment and the limits of turns of the recipe that it
+    stands in (``written``; ``flat``: its trainer's settings), unless it has tools or an environment of its own."""
     of_run = {name: _as_written(written[name]) for name in ("tools", "environment_factory") if written.get(name)}
     if not isinstance(section, Mapping) or not of_run or {"tools", "environment_factory"} & section.keys():
         return section
@@ -371,8 +378,8 @@ def _in_the_turns_of(section: Any, written: Mapping[str, Any], flat: Mapping[str
 
 
 def _as_written(section: Any) -> Any:
-    """Convert a section from a run's own copy of its recipe, which keeps arguments of rows and reward apart, to the
-    written form."""
+    """Return a section of a run's own copy of its recipe as a user writes it: the copy keeps arguments of rows and
+    rewards apart, under ``arguments``, and names unset settings with None."""
     if isinstance(section, list):
         return [_as_written(one) for one in section]
     if not isinstance(section, Mapping):

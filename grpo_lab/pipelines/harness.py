@@ -1,9 +1,9 @@
 """`grpo-lab harness`: write held-out rows as a task of lm-evaluation-harness, judged as `grpo-lab evaluate` judges
 them.
 
-The harness is github.com/EleutherAI/lm-evaluation-harness, tried with 0.4.13. The folder has ``<name>.yaml`` (the
-task), ``<name>.py`` (its two functions, which call this module) and ``rows.jsonl``, whose prompts are rendered here.
-docs/evaluation.md says what the harness would otherwise do differently.
+The harness is github.com/EleutherAI/lm-evaluation-harness, tried with 0.4.13. The task's folder has ``<name>.yaml``
+(the task), ``<name>.py`` (two functions that the harness calls, which call ``task_rows`` and ``judged`` here) and
+``rows.jsonl`` with rendered prompts. docs/evaluation.md says what the harness would otherwise do differently.
 """
 
 from __future__ import annotations
@@ -91,9 +91,16 @@ def run(known: argparse.Namespace) -> int:
 
 
 def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = None) -> str:
-    """Write the task's folder, completely or not at all; return the command that runs it.
+    """Write the task's folder, completely or not at all; return how many rows it has, and the command that runs it.
 
-    Raises ValueError if the folder is not empty, a prompt cannot be rendered, or none leaves room for a completion.
+    Args:
+        model: the model that is to be measured, whose chat template and context are used.
+        plan: the evaluation; of its conditions the first.
+        folder: the task's folder, whose name becomes the task's.
+        tokenizer: folder of another tokenizer; None: the model's own.
+
+    Raises:
+        ValueError: the folder is not empty, a prompt cannot be rendered, or none leaves room for a completion.
     """
     name = re.sub(r"\W", "_", folder.name)
     if folder.is_dir() and any(folder.iterdir()):
@@ -116,7 +123,7 @@ def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = 
         {"prompt": one.text, "solution": as_text(row.get("solution")) or "", "row": json.dumps(encodable(row))}
         for row, one in compress(zip(rows, prompts, strict=True), fits)
     ]
-    # whether text is tokenized with the tokenizer's own first token
+    # false where the tokenizer would put a BOS before a text in which the chat template has written its own tokens
     bos = all(list(words(one.text)["input_ids"]) == one.ids for one in compress(prompts, fits))
     arguments = f"pretrained={model}" + ("" if tokenizer is None else f",tokenizer={tokenizer}")
     arguments += "" if bos else ",add_bos_token=False"
@@ -132,14 +139,18 @@ def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = 
 
 
 def task_rows(beside: str) -> dict[str, Any]:
-    """Return the harness's data set: the rows beside the task's file ``beside``."""
+    """Return the harness's data set: split `test` with the rows of the ``rows.jsonl`` that is beside the file
+    ``beside``."""
     from datasets import Dataset
 
     return {"test": Dataset.from_list(read_lines(Path(beside).parent / ROWS, {"prompt": str, "row": str}))}
 
 
 def judged(reward: Mapping[str, Any], row: Mapping[str, Any], text: str) -> dict[str, float]:
-    """Return the metrics of one completion: `unscorable` and, if the reward can score it, `accuracy`."""
+    """Return the metrics of one completion: `unscorable`, 0 or 1, and, if the reward can score it, `accuracy`, 0 or 1.
+
+    ``reward``: the mapping ``REWARD`` of the task's file; ``row``: a line of ``rows.jsonl``; ``text``: the completion.
+    """
     found = checked_object(parse_json(row["row"], f"`row` of a line of {ROWS}"), {"prompt": str | list})
     columns = {name: value for name, value in found.items() if name != "completion"}
     answer = in_form_of(columns["prompt"], text)
@@ -151,4 +162,5 @@ def judged(reward: Mapping[str, Any], row: Mapping[str, Any], text: str) -> dict
 
 @cache
 def _judge(reward: str) -> Any:
+    """Build the reward from its mapping, as JSON: a cache needs a key that can be hashed."""
     return build_reward(read(RewardSection, json.loads(reward), "REWARD"), "evaluation.reward")

@@ -1,18 +1,19 @@
 """The kinds of stage that a pipeline's YAML can name; a team's own is named as ``module:attribute``.
 
-A kind is a class of settings (`grpo_lab.settings.settings`) with
+A kind is a class of settings (`grpo_lab.settings.settings`); its fields are the stage's settings. It has these methods
+and attributes, of which all but ``run`` are optional:
 
-    run       `run(workspace)` does it in ``workspace.folder`` (`runs.stage.Workspace`) and returns facts: the results
-              in its `stage.json`
-    plan      `plan()` returns its words for ``--dry-run``; optional, as is everything below
-    leaves    what later stages can take, name → place in its folder (``{"model": "model"}``)
-    perhaps   names in ``leaves`` that exist only under some settings
-    keeps     places in its folder of results that no stage takes; if one is lost, the stage runs again in its folder
-    whole     true: a stop breaks it off anywhere, and it is done again from its beginning
-    ranks     true: it can be started by `accelerate launch` on several processes (``launch``)
-    seed      the default of its seed, if it draws something; a pipeline's ``seed`` takes its place
-    locks     true: it keeps a second process out of its folder by itself
-    no_matter names of settings that change nothing of what it leaves
+    run        `run(workspace)` does the stage's work in ``workspace.folder`` (`runs.stage.Workspace`) and returns
+               facts: the results that its `stage.json` records
+    plan       `plan()` describes the stage in words for ``--dry-run``
+    leaves     what later stages can take: name → place in the stage's folder (``{"model": "model"}``)
+    perhaps    names in ``leaves`` that exist only under some settings
+    keeps      places in the stage's folder of results that no stage takes; if one is lost, the stage runs again there
+    whole      true: a stop ends the stage anywhere, and it is done again from its beginning
+    ranks      true: the stage can be started by `accelerate launch` on several processes (``launch``)
+    seed       default of the stage's seed, if it draws something; a pipeline's ``seed`` takes its place
+    locks      true: the stage itself keeps a second process out of its folder
+    no_matter  names of settings that change nothing of what the stage leaves
 """
 
 from __future__ import annotations
@@ -49,14 +50,18 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
     """Make a kind of stage from a command: the stage's settings are the command's recipe. After a kill the command
     itself continues in the stage's folder.
 
-    ``plan``: its dry run; ``facts``: makes the stage's results of what ``do`` returns; ``left``: what the kind
-    ``leaves``.
+    Args:
+        read_recipe: makes the command's recipe from a mapping.
+        do: runs a recipe.
+        plan: checks a recipe, as the command's ``--dry-run`` does.
+        facts: makes the stage's results from what ``do`` has returned.
+        left: what the kind ``leaves``.
     """
 
     @settings(rest="recipe")
     class WholeCommand:
-        """Kind ``rl``, ``curate``, ``rounds`` or ``long2short``; its settings are the recipe of `grpo-lab train`,
-        `curate`, …"""
+        """Kind ``rl``, ``curate``, ``rounds`` or ``long2short``. Its settings are the recipe of `grpo-lab train`,
+        `curate`, `rounds` or `long2short`, without ``output_dir``."""
 
         leaves: ClassVar[Mapping[str, str]] = left
         keeps: ClassVar[Collection[str]] = (EVALUATION,)
@@ -75,10 +80,12 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
                 raise ValueError("`output_dir` has no effect: a stage works in the pipeline's folder of its name")
 
         def as_read(self) -> Any:
+            """Return the command's recipe, for estimates and for the checks of later stages."""
             return read_recipe({**self.recipe, "output_dir": "."})
 
         def plan(self) -> str:
-            with TemporaryDirectory() as folder:  # an empty one: the stage's own is looked at elsewhere
+            """Check the recipe as the command's dry run does; return its settings that are single values, in words."""
+            with TemporaryDirectory() as folder:  # `pipelines.standing` looks at the stage's own folder
                 plan(read_recipe({"name": "stage", **self.recipe, "output_dir": folder}))
             plain = {name: value for name, value in self.recipe.items() if not isinstance(value, Mapping | list)}
             return ", ".join(f"{name} {value}" for name, value in plain.items())
@@ -88,7 +95,7 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
                 return facts(
                     do(read_recipe({"name": workspace.folder.name, **self.recipe, "output_dir": str(workspace.folder)}))
                 )
-            except Interrupted:  # if the pipeline was asked to stop, `check` says so
+            except Interrupted:  # `check` raises the pipeline's own, if it was asked too
                 workspace.stop.check()
                 raise
 
@@ -96,8 +103,8 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
 
 
 def _of_training(done: TrainingOutcome) -> Facts:
-    """Return a training's results. Reward and length are means of the last ten logs. An evaluation at the end adds the
-    accuracy, and replaces the length."""
+    """Return the results of a training: steps, tokens, and the means of reward and completion length in the last ten
+    logs. An evaluation at the end adds its accuracy, and its completion length replaces that of the logs."""
     run = read_run(done.folder)
     last = {"reward": run.first_of("reward"), "length": run.first_of("completions/mean_length")}
     means = {name: fmean(value for _, value in series[-10:]) for name, series in last.items() if series}
@@ -151,8 +158,8 @@ KINDS: dict[str, Any] = {
 
 
 def kind_of(name: str, where: str) -> Any:
-    """Return the kind called ``name``, or a team's at ``module:attribute``. Raises ValueError for one that cannot be
-    run."""
+    """Return the kind called ``name``, or a team's at ``module:attribute``. Raises ValueError, which names the setting
+    ``where``, if there is no such kind, or it is no class with `run`."""
     if ":" not in name and name not in KINDS:
         raise ValueError(f"`{where}` is {name!r}{one_of(name, KINDS)}, or 'module:attribute'")
     kind = KINDS[name] if name in KINDS else load_named(name, where)

@@ -1,9 +1,9 @@
 """`grpo-lab long2short`: make a model right in fewer tokens, by a method of Kimi k1.5 (section 2.4) or by SimPO.
 
-    shortest_sft   of n samples the shortest right one → SFT
-    dpo            shortest right one against wrong ones and right ones ≥ 1.5 times as long → DPO
-    simpo          the same pairs → SimPO (added by us: the report names DPO)
-    merge          average of the weights with a shorter model, no training
+    shortest_sft   SFT on the shortest right one of n samples
+    dpo            DPO on pairs of the shortest right sample with wrong ones, and with right ones ≥ 1.5 times as long
+    simpo          SimPO on the same pairs (added by us: the report names DPO)
+    merge          average of the weights with those of a model whose answers are shorter; no training
 
 The new model is in the output folder, beside `samples.jsonl`, `rows.jsonl`, `evaluation/before` and `evaluation/after`.
 What counts is accuracy *and* the tokens of right answers.
@@ -52,18 +52,26 @@ from grpo_lab.stages.supervised import MODEL, STOPPED, Dpo, Merge, Simpo, Train,
 from grpo_lab.trainer.supervised.methods import check_training
 
 EVALUATION_THEN = ("data", "reward", "max_new_tokens", "batch_size", "n_samples", "temperature", "before")
+"""Settings of an evaluation that always count in the digest of a training (``_made_from``). Those that came in later
+releases count only where they are set, so that older digests stay the same."""
 
 
 @settings(rest="sampling")
 class Long2ShortRecipe:
     """A recipe of `grpo-lab long2short`; keys that are no fields are `SamplingSettings`'.
 
-    Args:
+    Attributes:
+        method: how the new model is made.
         model: the saved model whose answers are long.
-        short_model, alpha: for ``merge``: the other model, and the share of ``model`` in the average.
         data: problems to sample on; not for ``merge``.
+        reward: the reward that judges the samples.
+        sampling: how the model is sampled; 8 answers to a problem by default.
+        pairs: which answers are compared; only for ``dpo`` and ``simpo``.
         samples: file of the samples, which several methods may share; default: ``samples.jsonl`` in the folder.
+        short_model, alpha: for ``merge``: the other model, and the share of ``model`` in the average.
         training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``.
+        evaluation: held-out rows, asked of the old and the new model; None: none are.
+        max_hours, stop_file: when to stop, as in a recipe of `grpo-lab train` (docs/resume.md).
     """
 
     name: str
@@ -114,15 +122,16 @@ class Long2ShortRecipe:
 
 
 def long2short_recipe_from(written: Mapping[str, Any], default_name: str = "long2short") -> Long2ShortRecipe:
-    """Make a recipe from a plain mapping. Raises ValueError for an unknown key or a missing section."""
+    """Make a recipe from a plain mapping; ``default_name``: its name if it has none. Raises ValueError for an unknown
+    key or a missing section."""
     check_command(written, "long2short")
     return read(Long2ShortRecipe, {"n_samples": 8, **with_name(written, default_name)})
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """Result of a long2short run: the new model's folder, how many rows it was trained on, and both evaluations (None
-    without the section)."""
+    """Result of a long2short run: the new model's folder, the number of rows it was trained on, and both evaluations
+    (None: not asked for)."""
 
     folder: Path
     rows: int
@@ -133,9 +142,9 @@ class Shortened:
 def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
     """Run ``recipe``, or continue what an earlier, killed run left in the folder.
 
-    ``overwrite`` begins anew (a file named by ``samples`` is shared with other runs, and stays). Raises ValueError if
-    the folder holds another run or something else, there are no rows to train on, or a setting does not fit. Raises
-    Interrupted if it is asked to stop.
+    ``overwrite`` begins anew; a file that the recipe names in ``samples`` stays, since other runs may share it. Raises
+    ValueError if the folder holds another run or something else, there are no rows to train on, or a setting does not
+    fit. Raises Interrupted if a stop was requested.
     """
     ready = resolve(LONG2SHORT, recipe, overwrite)
     folder = recipe.output_dir
@@ -180,7 +189,8 @@ def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Wor
 
 
 def stages_of(recipe: Long2ShortRecipe, asked: Questions) -> list[Stage]:
-    """List the stages: before, select and train (or merge), after. The two evaluations are optional."""
+    """List the stages: evaluation before, select and train (or merge), evaluation after. The evaluations are
+    optional. ``asked``: the problems and their judge."""
     folder = recipe.output_dir
     path = str(recipe.model.path)
     sampling = recipe.sampling
@@ -221,7 +231,8 @@ def stages_of(recipe: Long2ShortRecipe, asked: Questions) -> list[Stage]:
 
 
 def _delivered(workspace: Workspace, facts: Facts) -> Facts:
-    """Move the files of `model/` into the run's own folder, where every other command looks for a model."""
+    """Move the new model from `model/` into the run's own folder, where every other command looks for it; return
+    ``facts``, the results of the stage that made it."""
     for file in (workspace.folder / MODEL).iterdir():
         if file.name != "run.json":
             shutil.move(file, workspace.folder / file.name)
@@ -230,7 +241,8 @@ def _delivered(workspace: Workspace, facts: Facts) -> Facts:
 
 
 def _check(recipe: Long2ShortRecipe, overwrite: bool) -> None:
-    """Raise ValueError if the training or merge is not possible, or samples that are there do not fit."""
+    """Raise ValueError if the training or the merge is not possible, or if there are samples of another number per
+    problem already."""
     if recipe.method == "merge":
         check_merged(str(recipe.model.path), str(recipe.short_model), recipe.alpha, "model.path")
         return
@@ -244,7 +256,8 @@ def _check(recipe: Long2ShortRecipe, overwrite: bool) -> None:
 
 
 def _load(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool, here_only: bool) -> None:
-    """Raise ValueError if there is no such model, or no prompt leaves room for a completion in its context."""
+    """Load nothing; raise ValueError if there is no such model, or no prompt leaves room for a completion in its
+    context."""
     check_model(asked, recipe.model, recipe.sampling, recipe.evaluation, here_only)
 
 
@@ -270,8 +283,7 @@ def _words(recipe: Long2ShortRecipe, ready: Resolved, overwrite: bool) -> Words:
 
 
 def _settings(recipe: Long2ShortRecipe) -> dict[str, Any]:
-    """Return the settings that decide the new model and its evaluations. Local models are compared by their
-    contents."""
+    """Return the settings that decide the new model and its evaluations (``settings_of``)."""
     return settings_of(recipe, recipe.model.path, recipe.short_model)
 
 
@@ -279,16 +291,17 @@ LONG2SHORT = StagedCommand("long2short", _check, _load, _words, _settings, rows=
 
 
 def _made_from(recipe: Long2ShortRecipe) -> str:
-    """Return the digest by which a training that was stopped is recognised."""
+    """Return the digest by which a training that was stopped is recognised: of the recipe, and of its models' files."""
     said = {name: value for name, value in asdict(recipe).items() if name not in OF_NO_FILE}
     if not said["sampling"]["chat_template_kwargs"]:
         del said["sampling"]["chat_template_kwargs"]
-    if asked := said["evaluation"]:  # settings that came later count where they are set
+    if asked := said["evaluation"]:
         said["evaluation"] = {name: value for name, value in asked.items() if value or name in EVALUATION_THEN}
     return identity_of(said, [model_files(str(path)) for path in (recipe.model.path, recipe.short_model) if path])
 
 
 def _measured(folder: Path) -> EvaluationResult | None:
+    """Return the evaluation in ``folder``; None if there is none."""
     if (folder / "summary.json").is_file():
         return EvaluationResult.read(folder)
     return None

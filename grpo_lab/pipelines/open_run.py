@@ -1,5 +1,8 @@
-"""A training run in its folder, which is locked and marked as this run's for a block; ``run.json``
-is kept up to date."""
+"""A training run in its folder, which is locked and marked as this run's for a block.
+
+What an earlier run left and this one would mistake for its own is removed or set aside first, and ``run.json`` is kept
+up to date.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,10 @@ class OpenRun:
     """A training run that holds the lock of its folder.
 
     Attributes:
-        record: what ``run.json`` says of it.
-        rows: the fingerprint of its rows; None if nothing is left to train.
-        checkpoint: where its training resumes; None: at the first step.
+        folder: what its folder held when the run began.
+        record: the content of ``run.json``.
+        rows: fingerprint of the rows to train on; None if nothing is left to train.
+        checkpoint: checkpoint that the training resumes from; None: it begins at the first step.
     """
 
     folder: RunFolder
@@ -50,7 +54,7 @@ class OpenRun:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Stage → the seconds that it has taken, over all resumes."""
+        """Stage → seconds that it has taken, over all resumes; part of ``record``."""
         found: dict[str, float] = self.record.setdefault("seconds", {})
         return found
 
@@ -65,9 +69,10 @@ class OpenRun:
 def claimed(folder: RunFolder, job: Job) -> Iterator[OpenRun]:
     """Hold the folder for the block, on every process: the main one locks it and marks it as this run's.
 
-    Raises ValueError, before anything is written, if another process holds it, or the run there has other rows or
-    processes. Also if its checkpoint is beyond ``max_steps``, or needed and gone. Raises Interrupted if a stop file is
-    there when a run is resumed.
+    Raises, before anything of the earlier run is changed:
+        ValueError: another process holds the folder or has written into it, the run there was on other rows or another
+            number of processes, or its checkpoint is beyond ``max_steps``, or is needed and missing.
+        Interrupted: a stop file is there when a run is resumed.
     """
     with ExitStack() as lock:
         rows = told_by_main(lambda: _lock(folder, job, lock))
@@ -83,7 +88,8 @@ def claimed(folder: RunFolder, job: Job) -> Iterator[OpenRun]:
 
 
 def _lock(folder: RunFolder, job: Job, lock: ExitStack) -> dict[str, Any] | None:
-    """Lock the folder and return its `rows_to_train`. Raises ValueError if it has changed since it was looked at."""
+    """Lock the folder until ``lock`` is closed, and return its `rows_to_train`; called on the main process. Raises
+    ValueError if ``run.json`` has been written since the folder was looked at."""
     rows = folder.rows_to_train(job, PartialState().num_processes)
     lock.enter_context(one_writer(folder.place))
     if when_written(folder.place) != folder.written:
@@ -95,9 +101,10 @@ def _lock(folder: RunFolder, job: Job, lock: ExitStack) -> dict[str, Any] | None
 
 
 def _mark(folder: RunFolder) -> dict[str, Any]:
-    """Mark the folder as this run's, remove what no longer holds, and return the new content of ``run.json``.
+    """Mark the folder as this run's, and return the new content of ``run.json``; called on the main process.
 
-    Settings that differ from those of the run that was there are logged.
+    Evaluations, models and metrics that no longer hold are removed or set aside. Settings that differ from those of
+    the run that is resumed are logged.
     """
     record = dict(folder.record)
     if folder.overwrite:
@@ -117,7 +124,7 @@ def _mark(folder: RunFolder) -> dict[str, Any]:
     if folder.is_measured_anew:
         shutil.rmtree(folder.place / "evaluation", ignore_errors=True)
     for name in {"/".join(one.split("/")[:2]) for one in folder.gone if one.startswith(MEASURED)}:
-        shutil.rmtree(folder.place / name, ignore_errors=True)  # a part of an evaluation is of no use
+        shutil.rmtree(folder.place / name, ignore_errors=True)  # half of an evaluation is of no use
     write_whole_text(folder.place / "recipe.yaml", written(folder.settings))
     for one in folder.changed:
         log.warning("resumed with another setting: %s", one)
@@ -127,7 +134,8 @@ def _mark(folder: RunFolder) -> dict[str, Any]:
 
 
 def _clear(folder: RunFolder) -> None:
-    """Remove what a resumed run or a report would mistake for its own. What this run starts from stays."""
+    """Remove what an overwritten run has left and this run, or its report, would mistake for its own: checkpoints, the
+    start model, evaluations, the critic, the preference model. A model that this run starts from stays."""
     place = folder.place
     earlier = [*place.glob("checkpoint-*"), *place.glob("broken-checkpoint-*"), place / SAVING, place / JOURNALS]
     for stale in (*earlier, place / "cold_start", place / "evaluation", place / "critic", place / PREFERENCE):
@@ -136,7 +144,8 @@ def _clear(folder: RunFolder) -> None:
 
 
 def _put_aside(folder: RunFolder) -> None:
-    """Rename what is left of another recipe's run, which failed before its first step, to `<name>.before-<n>`."""
+    """Rename the start model and the evaluations of another recipe's run, which failed before its first step, to
+    `<name>.before-<n>`. A model that this run starts from stays."""
     for place in (folder.place / "cold_start", folder.place / "evaluation"):
         if place.is_dir() and not _is_needed(place, folder):
             beside = (place.with_name(f"{place.name}.before-{number}") for number in itertools.count(1))
@@ -144,11 +153,13 @@ def _put_aside(folder: RunFolder) -> None:
 
 
 def _is_needed(place: Path, folder: RunFolder) -> bool:
+    """Return whether a model that the run starts from stands in the folder ``place``."""
     return any(one.is_relative_to(place.resolve()) for one in folder.starts_from)
 
 
 def _clear_after(folder: RunFolder, newest: Path | None, passed: Sequence[str]) -> None:
-    """Remove what a run left of the steps after ``newest``, which will be done again, and print where it resumes."""
+    """Remove what a run left of the steps after its checkpoint ``newest``, which will be done again, and print where it
+    resumes. ``passed``: why newer checkpoints were passed over."""
     for why in passed:
         console.print(f"passed over {why}; set aside as broken-…", soft_wrap=True)
     set_aside(folder.place, newest)
@@ -167,8 +178,8 @@ def _clear_after(folder: RunFolder, newest: Path | None, passed: Sequence[str]) 
 
 
 def set_aside(folder: Path, newest: Path | None) -> None:
-    """Rename checkpoints newer than ``newest``, so that they are not found: their steps will be done, and
-    saved, again."""
+    """Rename the checkpoints that are newer than ``newest`` (None: all) to `broken-checkpoint-<step>`, so that nothing
+    finds them: their steps will be done, and saved, again."""
     for checkpoint in folder.glob("checkpoint-*"):
         if step_of(checkpoint) > (-1 if newest is None else step_of(newest)):
             names = (f"broken-{checkpoint.name}{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))

@@ -1,6 +1,7 @@
 """Checking a pipeline's stages, in order, before the first of them begins.
 
-Each is checked with what those before it will leave, and on the processes that it will have.
+Each stage is checked as if the stages before it had left what they will leave, and for the number of processes that it
+will run on. The checks themselves ask ``recipe.ahead`` for both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from grpo_lab.recipe.yaml import read_yaml
 
 @contextmanager
 def in_stage(name: str) -> Iterator[None]:
-    """Context in which a ValueError names the stage."""
+    """Add the stage's name to the message of a ValueError that the block raises, unless it has it already."""
     try:
         yield
     except ValueError as error:
@@ -29,16 +30,23 @@ def in_stage(name: str) -> Iterator[None]:
 
 
 class Outlook:
-    """Checks stages one after another, and knows what the earlier ones will leave. ``here_only``: a dry run, which need
-    not reach the hub."""
+    """Checks stages one after another, and remembers what the earlier ones will leave.
+
+    Attributes:
+        left: place that an earlier stage will make → the model that the one there is made from; None: it is no model,
+            or that is not known.
+    """
 
     def __init__(self, here_only: bool) -> None:
+        """``here_only``: a dry run, which need not reach the hub."""
         self.left: dict[str, ModelSection | None] = {}
         self._here_only = here_only
 
     def words(self, name: str, kind: Any, launch: str | None) -> str:
-        """Return the stage's own words on what it will do. Raises ValueError, naming the stage, for
-        what would stop it."""
+        """Check stage ``name``, and return what its ``kind`` says that it will do (its ``plan``; empty if it has none).
+
+        ``launch``: the stage's accelerate file. Raises ValueError, which names the stage, for what would stop it.
+        """
         processes = processes_of(launch, name)
         with in_stage(name), looking_ahead(Ahead(dict(self.left), processes, self._here_only)):
             if hasattr(kind, "plan"):
@@ -46,14 +54,14 @@ class Outlook:
             return ""
 
     def leave(self, kind: Any, folder: Path) -> None:
-        """Record what the stage will leave in ``folder``, for the checks of later stages."""
+        """Remember what a stage of this ``kind`` will leave in ``folder``, for the checks of later stages."""
         model = self._model_of(kind)
         for thing, place in getattr(kind, "leaves", {}).items():
             self.left[str(folder / place)] = model if thing == "model" else None
 
     def _model_of(self, kind: Any) -> ModelSection | None:
-        """Return the model that the stage's own will be made from. None: it makes none, or that is not known (a team's
-        kind)."""
+        """Return the section of the model that the stage's new model will be made from; None if it makes no model, or
+        if that is not known (a team's kind)."""
         if not type(kind).__module__.startswith("grpo_lab."):
             return None
         asked = kind.as_read() if hasattr(kind, "as_read") else kind
@@ -72,8 +80,10 @@ class Outlook:
 
 
 def processes_of(launch: str | None, name: str) -> int:
-    """Return the number of processes in an accelerate file; 1 without one. Raises ValueError if it
-    is no usable number."""
+    """Return the number of processes that the accelerate file ``launch`` of stage ``name`` asks for; 1 without a file.
+
+    Raises ValueError if that is no number of at least 1, or if accelerate would start a single process instead.
+    """
     if not launch:
         return 1
     where = f"`stages.{name}.launch`"

@@ -27,15 +27,20 @@ RECIPE = "pipeline.yaml"
 """File in the output folder with the pipeline as it was read. `resume` reads it."""
 OF_A_FOLDER = "a folder's name: 1 to 100 letters, digits, - and _"
 OWN = ("stage", "name", "inputs", "launch", "slurm", "recipe")
-"""Keys of an entry that are not its kind's."""
+"""Keys of an entry in ``stages`` that every kind has; all others are settings of its kind."""
 
 
 @settings(rest="settings")
 class StageSection:
     """One entry of ``stages``.
 
-    It has a kind (``stage``), the name of its folder, inputs (setting → ``<stage>.<thing>``), an accelerate file
-    (``launch``) and options of `sbatch` (``slurm``). Other keys are settings of its kind.
+    Attributes:
+        stage: its kind, of ``pipelines/kinds.py``, or a team's as ``module:attribute``.
+        name: name of the stage and of its folder.
+        inputs: setting → ``<stage>.<thing>``, what an earlier stage leaves.
+        launch: accelerate file, by which the stage runs on several processes; None: it runs in one.
+        slurm: options of `sbatch` for this stage.
+        settings: all other keys: settings of the kind.
     """
 
     stage: str
@@ -47,7 +52,7 @@ class StageSection:
 
     @property
     def before(self) -> tuple[str, ...]:
-        """The stages from which it takes inputs."""
+        """The stages that inputs are taken from, each once."""
         return tuple(dict.fromkeys(wanted.partition(".")[0] for wanted in self.inputs.values()))
 
 
@@ -55,9 +60,13 @@ class StageSection:
 class PipelineRecipe:
     """Recipe of a whole pipeline.
 
-    ``seed`` is given to every stage that has a seed and does not set it (rows keep theirs). ``max_hours``,
-    ``stop_file``: as in a recipe of `grpo-lab train` (docs/resume.md). ``slurm``: options of `sbatch` for every stage
-    (``--submit slurm``); a stage's own replace them.
+    Attributes:
+        name: name of the pipeline.
+        output_dir: folder of the pipeline, in which each stage has a folder of its own.
+        stages: its stages, in any order.
+        seed: seed of every stage that has one and does not set it; loaders of rows keep their own.
+        max_hours, stop_file: as in a recipe of `grpo-lab train` (docs/resume.md).
+        slurm: options of `sbatch` for every stage (``--submit slurm``); a stage's own replace them.
     """
 
     name: str
@@ -74,10 +83,8 @@ class PipelineRecipe:
             raise ValueError(f"`stages` has {twice[0]!r} twice, or it is a name of the folder's own; choose another")
 
     def in_order(self) -> list[StageSection]:
-        """List the stages, each after those that it takes inputs from, otherwise as they are written.
-
-        Raises ValueError for a cycle, or an input from a stage that does not exist.
-        """
+        """List the stages in the order in which they run: each after those that it takes inputs from, and otherwise in
+        the order of the recipe. Raises ValueError for a cycle, or an input from a stage that does not exist."""
         named = {one.name: one for one in self.stages}
         for one in self.stages:
             for setting, wanted in one.inputs.items():
@@ -99,10 +106,10 @@ class PipelineRecipe:
 
 
 def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", beside: Path = Path()) -> PipelineRecipe:
-    """Make a pipeline from a plain mapping. ``beside``: the folder of its file, where files that it names are also
-    looked for.
+    """Make a pipeline's recipe from a plain mapping, or from that of a single stage.
 
-    Raises ValueError for an unknown key or a missing section.
+    ``default_name``: its name if it has none. ``beside``: folder of the recipe's file; a file that a stage names is
+    looked for in the working directory, then there. Raises ValueError for an unknown key or a missing section.
     """
     if "stage" in given and "stages" not in given:  # a file of one stage
         kept = {name: value for name, value in given.items() if name not in ("name", "output_dir")}
@@ -117,7 +124,8 @@ def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", besi
 
 
 def _entry(one: Mapping[str, Any], beside: Path) -> dict[str, Any]:
-    """Return an entry with the settings of its ``recipe`` file. Its own settings replace those of the file."""
+    """Return an entry of ``stages`` with the settings of the file that its ``recipe`` names, if it names one. Settings
+    of the entry itself replace those of the file."""
     own = {name: value for name, value in one.items() if name in OWN}
     stage = f"stages.{one.get('name', '?')}"
     own |= {name: _file(own[name], f"{stage}.{name}", beside) for name in ("recipe", "launch") if own.get(name)}
@@ -128,6 +136,8 @@ def _entry(one: Mapping[str, Any], beside: Path) -> dict[str, Any]:
 
 
 def _file(name: Any, setting: str, beside: Path) -> str:
+    """Return the path of the file ``name``, as it is or in the folder ``beside``. Raises ValueError, which names
+    ``setting``, if there is none."""
     for place in (Path(str(name)), beside / str(name)):
         if place.is_file():
             return str(place)

@@ -1,12 +1,12 @@
 """`grpo-lab rounds`: rejection fine-tuning (RFT, Online RFT, Expert Iteration) and preference training (DPO, SimPO) in
 rounds.
 
-Every round has the same stages, in a folder of its own. It begins with the model that the one before left (?:
-optional):
+Every round has the same stages, in a folder of its own. Its answers are sampled from the model that the round before
+has left. In the output folder are (a stage with ? is optional):
 
     start/                       train? → evaluate?                  the model that samples first
     round-1/, round-2/, …        sample → select → train → evaluate?
-    rounds.jsonl, report.html    one line a round; the page
+    rounds.jsonl, report.html    a line for the start and for each round; the page
     the folder itself            when all rounds are done: the last model, evaluation/before, evaluation/after
 """
 
@@ -44,6 +44,7 @@ from grpo_lab.stages.supervised import MODEL, ColdStart, Dpo, Simpo, Train
 from grpo_lab.trainer.supervised.methods import check_training
 
 Line = dict[str, Any]
+"""Results of a round, or of the start, in `rounds.jsonl` (``line_of``)."""
 Rounds = Sequence[Sequence[Stage]]
 """The stages of each round. Round 0 is the start."""
 SHOWN = ("", "held-out accuracy", "length", "right", "kept", "ways a solved problem", "rows (gold)", "tokens generated")
@@ -51,11 +52,11 @@ SHOWN = ("", "held-out accuracy", "length", "right", "kept", "ways a solved prob
 
 
 def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> list[Line]:
-    """Run ``recipe``, or continue what an earlier, killed run left in the folder.
+    """Run ``recipe``, or continue what an earlier, killed run left in the folder; ``overwrite`` begins anew.
 
-    Returns a line for the start (round 0) and each round, as in `rounds.jsonl`. ``overwrite`` begins anew. Raises
-    ValueError if the folder holds another run or something else, a setting does not fit, or a round has no rows. Raises
-    Interrupted if it is asked to stop.
+    Returns a line for the start (round 0) and for each round, as `rounds.jsonl` has them. Raises ValueError if the
+    folder holds another run or something else, a setting does not fit, or a round has nothing to train on. Raises
+    Interrupted if a stop was requested.
     """
     ready = resolve(ROUNDS, recipe, overwrite)
     folder = recipe.output_dir
@@ -83,6 +84,8 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> list[Line]:
 
 
 def _one_by_one(recipe: RoundsRecipe, rounds: Rounds, run: CommandRun) -> list[Line]:
+    """Do the stages of the start and of each round that are not done, and write `rounds.jsonl` after each round; return
+    its lines."""
     folder = run.folder
     facts: list[Mapping[str, Facts]] = []
     lines: list[Line] = []
@@ -99,7 +102,8 @@ def _one_by_one(recipe: RoundsRecipe, rounds: Rounds, run: CommandRun) -> list[L
 
 
 def _finish(recipe: RoundsRecipe, lines: Sequence[Line], run: CommandRun) -> None:
-    """Copy the last model and both evaluations to where every other command looks for them, and write the page."""
+    """Copy the last model and the evaluations of the start and of the last round into the output folder, where every
+    other command looks for them; record that the run is finished, and write the page."""
     folder = run.folder
     first = round_folder(folder, 0)
     last = round_folder(folder, recipe.rounds.count)
@@ -126,23 +130,24 @@ def round_folder(folder: Path, number: int) -> Path:
 
 
 def left_by(recipe: RoundsRecipe, number: int) -> str:
-    """Return the folder of the model that a round leaves. For the start (0) it may be the recipe's own model, or its
-    hub name."""
+    """Return the folder of the model that round ``number`` leaves. For the start (0) it may be the recipe's own saved
+    model, which may be a hub name."""
     if number == 0 and recipe.model.path is not None and recipe.cold_start is None:
         return recipe.model.path
     return str(round_folder(recipe.output_dir, number) / MODEL)
 
 
 def stages_of(recipe: RoundsRecipe, asked: Questions, cold_rows: Any = None) -> Rounds:
-    """List the stages of the start, and of each round."""
+    """List the stages of the start (first) and of each round. ``asked``: the questions and their judge; ``cold_rows``:
+    rows of the cold start, or None if it is made already or not asked for."""
     rows = [dict(row) for row in asked.rows]
     each = [of_round(recipe, number, rows, asked.reward) for number in range(1, recipe.rounds.count + 1)]
     return [of_start(recipe, cold_rows), *each]
 
 
 def of_start(recipe: RoundsRecipe, cold_rows: Any = None) -> list[Stage]:
-    """List the stages of the start: ``train`` if its model has to be built or needs a cold start, and ``evaluate`` if
-    the recipe asks for it."""
+    """List the stages of the start: ``train`` if its model has to be built or needs a cold start (on ``cold_rows``),
+    and ``evaluate`` if the recipe asks for it."""
     folder = round_folder(recipe.output_dir, 0)
     sampling = recipe.sampling
     model = left_by(recipe, 0)
@@ -159,7 +164,8 @@ def of_start(recipe: RoundsRecipe, cold_rows: Any = None) -> list[Stage]:
 
 
 def of_round(recipe: RoundsRecipe, number: int, rows: Sequence[Mapping[str, Any]], reward: Any) -> list[Stage]:
-    """List the stages of round ``number``: sample, select, train and, if there are held-out rows, evaluate."""
+    """List the stages of round ``number``, from 1: sample, select, train and, if there are held-out rows, evaluate.
+    ``rows``: all questions; ``reward``: judges the answers."""
     folder = round_folder(recipe.output_dir, number)
     sampling = recipe.sampling
     current = left_by(recipe, number - 1)
@@ -169,7 +175,7 @@ def of_round(recipe: RoundsRecipe, number: int, rows: Sequence[Mapping[str, Any]
         begin = start if recipe.base is None else str(recipe.base.path)
 
     def ask(workspace: Workspace) -> Facts:
-        """Sample n completions of each of the round's questions with the current model, and score them:
+        """Sample n completions of each of the round's questions with the current model, and score them, into
         `samples.jsonl`."""
         questions = questions_of(number, len(rows), recipe.rounds.questions, sampling.seed)
         drawn = replace(sampling, seed=seed_of(sampling.seed, number, "sample"))
@@ -179,13 +185,13 @@ def of_round(recipe: RoundsRecipe, number: int, rows: Sequence[Mapping[str, Any]
         return sample_facts(lines, len(questions))
 
     def select(workspace: Workspace) -> Facts:
-        """Choose what the round is trained on: `rows.jsonl`. Raises ValueError if nothing is left."""
+        """Choose what the round is trained on, into `rows.jsonl`. Raises ValueError if nothing is left."""
         who = f"round {number}, `method: {recipe.method}`: "
         otherwise = f", in another `output_dir` or with --overwrite; the model so far is {current}"
         return choose(samples_in(folder / SAMPLES, rows), recipe.way, folder, who, otherwise)
 
     def train(workspace: Workspace) -> Facts:
-        """Train on the round's rows with TRL's trainer and a fresh optimizer: `model/`."""
+        """Train on the round's rows with TRL's trainer and a fresh optimizer, into `model/`."""
         seed = seed_of(sampling.seed, number, "train")
         training = {"use_cpu": sampling.use_cpu, **recipe.training}
         reference = None
@@ -208,7 +214,7 @@ def of_round(recipe: RoundsRecipe, number: int, rows: Sequence[Mapping[str, Any]
 
 
 def _check(recipe: RoundsRecipe, overwrite: bool) -> None:
-    """Raise ValueError for training settings that are not possible, and for several processes."""
+    """Raise ValueError for training settings that are not possible, or if this is one of several processes."""
     settings = check_training(recipe.method, recipe.training)
     check_trackers(settings.get("report_to"), "training.report_to")
     if recipe.cold_start is not None:
@@ -227,8 +233,8 @@ def _follow(recipe: RoundsRecipe, earlier: Facts) -> None:
 
 
 def _load(recipe: RoundsRecipe, asked: Questions, overwrite: bool, here_only: bool) -> Any:
-    """Load the rows of the cold start, if it is still to be made. Raises ValueError for rows or
-    models that do not fit."""
+    """Load the rows of the cold start, if it is asked for and still to be made; else return None. Raises ValueError for
+    rows or models that do not fit."""
     number = recipe.rounds.questions
     if asked.rows is not None:
         if recipe.keep is not None and recipe.keep.gold and GOLD not in asked.rows.column_names:
@@ -282,7 +288,8 @@ def _words(recipe: RoundsRecipe, ready: Resolved, overwrite: bool) -> Words:
 
 
 def _settings(recipe: RoundsRecipe) -> dict[str, Any]:
-    """Return the settings that decide the files of the rounds. `rounds.count` is not among them: it may grow."""
+    """Return the settings that decide what the files of the rounds contain. `rounds.count` is not among them, since it
+    may grow."""
     said = settings_of(recipe, recipe.model.path, recipe.base and recipe.base.path)
     said["rounds"].pop("count")
     return said
@@ -300,11 +307,16 @@ def lines_of(rounds: Iterable[Mapping[str, Facts]]) -> list[Line]:
 
 
 def line_of(number: int, facts: Mapping[str, Mapping[str, Any]], before: Sequence[Line]) -> Line:
-    """Return the line of round ``number`` (0: the start).
+    """Return the line of round ``number`` (0: the start); what a round does not have is None.
 
-    ``kept_share`` = rows or pairs made of samples / samples; ``ways`` = different right answers per solved problem.
-    ``tokens`` generated and optimizer ``steps`` are also given as totals over the rounds so far, without a cold start's
-    steps.
+    ``kept_share``: training rows or pairs that were made of samples, per sample; ``ways``: different right answers per
+    solved problem; lengths are in tokens. ``tokens`` generated and optimizer ``steps`` are also summed over the rounds
+    so far, without the steps of a cold start.
+
+    Args:
+        number: number of the round.
+        facts: name of the round's stage → its results.
+        before: the lines of the start and the rounds before it.
     """
     sample, select, train, found = (facts.get(name, {}) for name in ("sample", "select", "train", "evaluate"))
     accuracy = found.get("accuracy") or {}

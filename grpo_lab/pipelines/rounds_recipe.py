@@ -1,7 +1,6 @@
 """Recipe of `grpo-lab rounds`, its words for ``--dry-run``, and the questions and seeds that follow from it.
 
-The methods differ in settings alone: what a recipe leaves out is taken from `METHODS`. Keys that are no fields are
-`SamplingSettings`'.
+The methods differ in their settings alone: what a recipe leaves out is taken from `METHODS`.
 """
 
 from __future__ import annotations
@@ -39,16 +38,20 @@ METHODS: dict[str, dict[str, Any]] = {
     "dpo": {"rounds": {"count": 2, "train_from": "last"}, "pairs": {}},
     "simpo": {"rounds": {"count": 2, "train_from": "last"}, "pairs": {}},
 }
-"""Method → what its sections hold where the recipe says nothing else. Sources: docs/algorithms."""
+"""Method → the settings of its sections where the recipe says nothing else. Sources: docs/algorithms."""
 IMITATE = ("rft", "online_rft", "expert_iteration")
+"""Methods that fine-tune on right answers; the others compare pairs of answers."""
 
 
 @settings()
 class RoundSettings:
-    """``rounds``: how many, the number of ``questions`` in each, and the model that each training begins with.
+    """Section ``rounds`` of a recipe.
 
-    Questions are new ones until all were asked; None: all of them, each time. ``train_from``: the ``last`` round's
-    model, or the same ``base`` each time (STaR, arXiv 2203.14465).
+    Attributes:
+        count: number of rounds.
+        train_from: model that each training begins with: that of the ``last`` round, or the same ``base`` each time
+            (STaR, arXiv 2203.14465).
+        questions: how many questions a round asks, new ones until all were asked; None: all of them in each round.
     """
 
     count: Positive
@@ -58,10 +61,9 @@ class RoundSettings:
 
 @settings()
 class ContrastSettings(Contrast):
-    """``pairs``: which answers are compared, and DPO's ``reference`` policy π₀.
+    """Section ``pairs`` of a recipe: which answers are compared (`Contrast`), and DPO's reference policy.
 
-    The reference is the model that the ``round`` began with (iterated DPO), or the start model (``base``) in all
-    rounds.
+    ``reference``: the model that the ``round`` began with (iterated DPO), or the start model (``base``) in all rounds.
     """
 
     reference: Literal["round", "base"] = "round"
@@ -69,14 +71,23 @@ class ContrastSettings(Contrast):
 
 @settings(rest="sampling")
 class RoundsRecipe:
-    """A recipe of `grpo-lab rounds`.
+    """A recipe of `grpo-lab rounds`; keys that are no fields are `SamplingSettings`'.
 
-    Args:
+    Attributes:
+        method: how a round trains; its own settings are in `METHODS`.
         model, cold_start: as in a recipe of `grpo-lab train`; they make the start model, which samples first.
+        data: the questions.
+        rounds: how many rounds there are, and what each begins with.
+        reward: the reward that judges answers.
+        keep: which right answers are trained on; only of the methods that imitate.
+        pairs: which answers are compared; only of the other methods.
         base: the model that ``train_from: base`` begins with (default: the start model). The RFT paper takes the
             pretrained model that the start model was made from.
+        sampling: how answers are sampled; 8 to a question by default.
         training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``, of each round.
+        evaluation: held-out rows, asked of the model of each round; None: none are.
         keep_models: false removes a round's model when the next one is trained.
+        max_hours, stop_file: when to stop, as in a recipe of `grpo-lab train` (docs/resume.md).
     """
 
     name: str
@@ -149,10 +160,10 @@ class RoundsRecipe:
 
 
 def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds") -> RoundsRecipe:
-    """Make a recipe from a plain mapping; settings that it leaves out are the method's.
+    """Make a recipe from a plain mapping, with the method's settings where it leaves them out.
 
-    Raises ValueError for an unknown method or key (with the nearest match), a missing section, or settings that exclude
-    each other.
+    ``default_name``: its name if it has none. Raises ValueError for an unknown method or key (with the nearest match),
+    a missing section, or settings that exclude each other.
     """
     check_command(written, "rounds")
     method = written.get("method")
@@ -170,7 +181,8 @@ def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds")
 
 
 def stages_in_words(recipe: RoundsRecipe, rows: int | None) -> Words:
-    """Describe the sampling, selection and training of a round. ``rows``: how many there are, if that is known."""
+    """Describe the sampling, selection and training of a round, title → text. ``rows``: number of questions in the
+    data; None: not known here."""
     sampling = recipe.sampling
     way = recipe.way
     last = "the model of the round before"
@@ -202,8 +214,16 @@ def stages_in_words(recipe: RoundsRecipe, rows: int | None) -> Words:
 
 
 def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:
-    """Return the rows that round ``number`` (from 1) asks: all, or the next ``asked`` of a random order, which is drawn
-    anew when it runs out."""
+    """Return the indices of the questions that a round asks: all, or the next ``asked`` of a random order.
+
+    A new order is drawn where fewer than ``asked`` questions are left of the last one.
+
+    Args:
+        number: number of the round, from 1.
+        total: number of questions in the data.
+        asked: questions of a round; None: all.
+        seed: seed of the run, by which the order is drawn.
+    """
     if asked is None:
         return list(range(total))
     lap, place = divmod(number - 1, total // asked)
@@ -212,6 +232,6 @@ def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[
 
 
 def seed_of(seed: int, number: int, what: str) -> int:
-    """Return a seed below 2³¹ that depends on the run's seed, the round and the name ``what`` alone."""
+    """Return a seed below 2³¹ that depends only on the run's seed, the round's number and the name ``what``."""
     digest = hashlib.sha256(f"{seed}/{number}/{what}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

@@ -1,10 +1,13 @@
 """The output folder of `grpo-lab train`: which run it holds, what may differ on a resume, and from which checkpoint.
 
-    RunFolder.open(recipe)    new, to be resumed or finished: the main process looks once, before anything is loaded
-    claimed(folder, job)      locked and marked as this run's for a block (``pipelines.open_run``)
+A run uses its folder in two steps:
 
-It holds ``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl``, ``evaluation/before`` and
-``/after``, ``cold_start/`` (the model RL started from), ``report.html``, and the final model in the folder itself.
+    RunFolder.open(recipe)    look at the folder, once and on the main process, before anything is loaded: is it new, is
+                              its run to be resumed, or is it finished?
+    claimed(folder, job)      lock the folder and mark it as this run's for a block (``pipelines.open_run``)
+
+The folder holds ``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl``, ``evaluation/before``
+and ``/after``, ``cold_start/`` (the model RL started from), ``report.html``, and the final model in the folder itself.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from grpo_lab.trainer.resume.whole import broken_weights, step_of
 
 Answer = TypeVar("Answer")
 MEASURED = "evaluation/"
-"""How the names of files begin that belong to evaluations."""
+"""Beginning of the names, in a run's folder, of the files of its evaluations."""
 
 
 class State(Enum):
@@ -46,15 +49,18 @@ class RunFolder:
     """What the output folder of a recipe holds, and what the recipe asks for now.
 
     Attributes:
-        settings: the recipe as plain values; ``fingerprint``: its hash.
+        place: the folder.
+        settings: the recipe as plain values.
+        fingerprint: hash of these settings.
         starts_from: folders of the models that the recipe begins with.
-        written: `when_written` when the folder was looked at.
-        record: ``run.json`` of the run that is to be resumed, or is finished; empty for a new one.
+        written: stamp of ``run.json`` when the folder was looked at (`when_written`).
+        overwrite: whether an earlier run is to be replaced.
+        record: ``run.json`` of the run that is to be resumed, or is finished; empty for a new run.
         has_begun: whether that run has made something that its settings decided.
         changed: settings that differ from that run's; none of them changes what it has done.
-        gone: files that the run had left when it was done, and that are missing now.
+        gone: files that the run had left when it was finished, and that are missing now.
         start_is_whole: whether the model that RL starts from was saved completely.
-        is_measured: whether that model's evaluation is complete.
+        is_measured: whether the evaluation of that model is complete and can be kept.
     """
 
     place: Path
@@ -72,11 +78,11 @@ class RunFolder:
 
     @classmethod
     def open(cls, recipe: Recipe, overwrite: bool = False, resume: bool = False) -> RunFolder:
-        """Look at the output folder of ``recipe``, as `numbers_read` returned it; nothing is written.
+        """Look at the output folder of ``recipe``, whose numbers were read by `numbers_read`; nothing is written.
 
-        The same command resumes a run that has begun, with ``resume`` or without. The main process looks, and every
-        process gets its answer. Raises ValueError if the folder holds something else or a run of another recipe, or
-        cannot be written.
+        The main process looks, and every process gets its answer. A run that has begun is resumed, with ``resume`` or
+        without it, unless ``overwrite`` replaces it. Raises ValueError if both are given, or if the folder
+        holds something else or a run of another recipe, or cannot be written.
         """
         if overwrite and resume:
             raise ValueError("--overwrite and --resume contradict each other; give one of them")
@@ -84,7 +90,7 @@ class RunFolder:
 
     @property
     def state(self) -> State:
-        """The state in which the folder was found."""
+        """State in which the folder was found."""
         if not self.record:
             return State.NEW
         if self.record.get("finished") and not self.is_opened_again:
@@ -93,7 +99,7 @@ class RunFolder:
 
     @property
     def trained(self) -> int | None:
-        """Steps of the training if it is over; None if something is left to train."""
+        """Number of optimizer steps if the training is over; None if something is left to train."""
         without_model = any(not one.startswith(MEASURED) for one in self.gone)
         if self.is_longer or without_model:
             return None
@@ -115,10 +121,11 @@ class RunFolder:
         return bool(self.is_longer or self.is_measured_anew or self.gone)
 
     def newest_checkpoint(self, max_steps: int, read: bool = True) -> tuple[Path | None, list[str]]:
-        """Find the newest checkpoint that is complete on every node, and why newer ones were passed over.
+        """Return the newest checkpoint that is complete on every node (None: there is none), and a sentence for each
+        newer one, which says why it was passed over.
 
-        ``read`` also checks its content, if steps are left. Raises ValueError if it is beyond ``max_steps`` (≤ 0:
-        epochs decide), or if there is none and what is asked for needs one.
+        ``read``: also check the contents of its files, if steps are left to train. Raises ValueError if it is beyond
+        ``max_steps`` (≤ 0: epochs decide), or if there is none and what is asked for needs one.
         """
         if self.state is State.NEW:
             return None, []
@@ -135,9 +142,10 @@ class RunFolder:
         return newest, passed
 
     def rows_to_train(self, job: Job, processes: int) -> dict[str, Any] | None:
-        """Return the fingerprint of the rows; None if nothing is left to train.
+        """Return the fingerprint of the rows to train on; None if nothing is left to train.
 
-        Raises ValueError if a run with steps left would resume with other rows, or another number of processes.
+        ``processes``: how many take part now. Raises ValueError if a run with steps left would be resumed with other
+        rows, or by another number of processes.
         """
         if self.trained is not None:
             return None
@@ -157,7 +165,7 @@ class RunFolder:
 
 
 def told_by_main(ask: Callable[[], Answer]) -> Answer:
-    """Call ``ask`` on the main process alone; every process returns its answer, or raises its ValueError."""
+    """Call ``ask`` on the main process alone; return its answer, or raise its ValueError, on every process."""
     answer: Any = None
     refused: ValueError | None = None
     if PartialState().is_main_process:
@@ -173,7 +181,7 @@ def told_by_main(ask: Callable[[], Answer]) -> Answer:
 
 
 def _look_at(recipe: Recipe, overwrite: bool) -> RunFolder:
-    """Look at the folder; called on the main process."""
+    """Look at the folder of ``recipe``, on the main process alone (``RunFolder.open``)."""
     place = recipe.output_dir
     when = when_written(place)
     settings = plain_settings(recipe)
@@ -190,7 +198,7 @@ def _look_at(recipe: Recipe, overwrite: bool) -> RunFolder:
     except ValueError:
         if begun:
             raise
-        return new  # one that failed before its first step leaves the folder to any recipe
+        return new  # a run that failed before its first step leaves the folder to any recipe
     gone = gone_from(place, record)
     found = replace(new, record=record, has_begun=begun, changed=changed, gone=gone)
     stays = not found.is_measured_anew and not any(one.startswith(f"{MEASURED}before") for one in gone)
@@ -198,7 +206,8 @@ def _look_at(recipe: Recipe, overwrite: bool) -> RunFolder:
 
 
 def when_written(folder: Path) -> tuple[int, ...] | None:
-    """Return a stamp that tells one ``run.json`` in ``folder`` from the next; None if there is none."""
+    """Return inode, time and size of ``run.json`` in ``folder``, which differ after each write; None if there is no
+    such file."""
     try:
         found = (folder / RUN).stat()
     except OSError:
@@ -208,7 +217,7 @@ def when_written(folder: Path) -> tuple[int, ...] | None:
 
 def has_begun(folder: Path, record: Mapping[str, Any]) -> bool:
     """Return whether the run in ``folder`` has made something that its settings decided: a checkpoint, complete or not,
-    a step in its metrics, a model."""
+    a line of metrics, or a model."""
     metrics = folder / "metrics.jsonl"
     return bool(
         record.get("trained")
@@ -227,7 +236,7 @@ def start_is_whole(folder: Path) -> bool:
 
 
 def is_measured(folder: Path) -> bool:
-    """Return whether the evaluation of the start model is complete (Ctrl-C leaves a part)."""
+    """Return whether the evaluation of the start model is there and complete; after Ctrl-C it is only a part."""
     try:
         return EvaluationResult.read(folder / "evaluation" / "before").stopped is None
     except (OSError, ValueError, RecursionError):
@@ -235,17 +244,15 @@ def is_measured(folder: Path) -> bool:
 
 
 def _starts_from(recipe: Recipe) -> list[Path]:
-    """Return the folders of the model, and of the critic, that ``recipe`` begins with."""
+    """Return the paths of the model, and of the critic if it has its own, that ``recipe`` begins with."""
     value = recipe.arguments.get("value")
     critic = value.get("model") if isinstance(value, Mapping) else value
     return [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
 
 
 def refuse_lost(folder: Path, gone: Sequence[str], newest: Path | None) -> None:
-    """Raise ValueError if a file that is ``gone`` from a finished run cannot be made again.
-
-    That is a measurement during the training, or a model of which no checkpoint (``newest``) is left.
-    """
+    """Raise ValueError if a file that is ``gone`` from a finished run cannot be made again: one of an evaluation during
+    the training, or one of the model where no checkpoint (``newest``) is left."""
     for one in gone:
         if one.startswith(f"{MEASURED}step_"):
             why = "it was measured in the training, which is over"
@@ -260,7 +267,7 @@ def refuse_lost(folder: Path, gone: Sequence[str], newest: Path | None) -> None:
 
 
 def check_length(folder: Path, newest: Path | None, max_steps: int) -> None:
-    """Raise ValueError if the checkpoint ``newest`` is beyond ``max_steps`` (≤ 0: epochs decide)."""
+    """Raise ValueError if the checkpoint ``newest`` in ``folder`` is beyond ``max_steps`` (≤ 0: epochs decide)."""
     if newest is not None and 0 < max_steps < step_of(newest):
         done = f"{folder} has done {step_of(newest)} steps ({newest.name})"
         raise ValueError(f"`max_steps` is {max_steps}, and {done}; give at least that")

@@ -1,8 +1,8 @@
 """`grpo-lab pipeline`: run a YAML's stages (``pipelines/pipeline_recipe.py``) in the order of their inputs.
 
-Each has a folder of its name. After a kill the same command continues. ``pipelines/standing.py`` says what has to be
-done with a stage; ``pipelines/entries.py`` writes its files. A stage is locked while it is done, so another process may
-do another stage of the pipeline (``only``).
+Each stage has a folder of its name. After a kill the same command continues. ``pipelines/standing.py`` decides what has
+to be done with a stage; ``pipelines/entries.py`` makes the stages from the recipe and keeps the pipeline's files. A
+stage is locked while it is done, so another process may do another stage of the pipeline (``only``).
 """
 
 from __future__ import annotations
@@ -45,11 +45,17 @@ PIPELINE_OF_RANK = "GRPO_LAB_PIPELINE_PROCESS"
 def run_pipeline(
     recipe: PipelineRecipe, overwrite: bool = False, only: str | None = None, launched: bool = False
 ) -> dict[str, Facts]:
-    """Run ``recipe``, or continue what an earlier, killed run left in the folder. Returns stage → facts.
+    """Run ``recipe``, or continue what an earlier, killed run left in the folder; return stage → facts.
 
-    ``overwrite`` begins anew; ``only``: one stage, whose inputs are there (``launched``: as one of its processes).
-    Raises ValueError if something else is in the folder, or a setting does not fit. Raises Interrupted if it is asked
-    to stop.
+    Args:
+        recipe: the pipeline.
+        overwrite: begin anew; every stage in the folder is removed.
+        only: do only the stage of this name, whose inputs must be there.
+        launched: this process is one of those that `accelerate launch` has started for the stage ``only``.
+
+    Raises:
+        ValueError: something else is in the folder, a setting does not fit, or a stage failed in its processes.
+        Interrupted: a stop was requested.
     """
     folder = recipe.output_dir
     if launched:
@@ -80,7 +86,7 @@ def run_pipeline(
 
 
 def _go_through(entries: Sequence[Entry], files: PipelineFiles, workspace: Workspace) -> list[str]:
-    """Run the stages, and keep `pipeline.json` up to date; return the names of those that were done now."""
+    """Do the stages that are not done, and keep `pipeline.json` up to date; return the names of those done now."""
     try:
         return carry_out(entries, workspace, PipelineRun(files))
     finally:
@@ -109,17 +115,15 @@ class PipelineRun(Caller):
         try:
             _launch(stage, self.files.recipe, workspace.stop)
         except ValueError as failed:
-            said = stage.record().error  # as its first process recorded it
+            said = stage.record().error  # recorded by the first of the launched processes
             raise ValueError(f"{failed} ({said})" if said else str(failed)) from failed
         return stage.record().results
 
 
 def forget_stages(recipe: PipelineRecipe) -> None:
-    """Remove every stage in the folder, whichever recipe left it, and nothing else. Of a link, only the link is
-    removed.
-
-    Raises ValueError if another process works on one of them.
-    """
+    """Remove the folder of every stage in the pipeline's folder, also of those that another recipe left, and nothing
+    else. Where a stage's folder is a symbolic link, only the link is removed. Raises ValueError if another process
+    works on one of them; then none is removed."""
     found = [one for one in sorted(recipe.output_dir.iterdir()) if "." not in one.name and (one / STAGE).is_file()]
     with ExitStack() as held:
         for place in found:  # lock all of them before the first is removed
@@ -133,8 +137,11 @@ def forget_stages(recipe: PipelineRecipe) -> None:
 
 @contextmanager
 def _held(place: Path) -> Iterator[None]:
-    """Hold the lock of the stage in ``place`` for the block. Raises ValueError if a process is still at work there,
-    such as one that outlived its killed launcher."""
+    """Hold the lock of the stage whose folder is ``place`` for the block.
+
+    Raises ValueError if a process is still at work on it, such as one that outlived its killed launcher: it holds the
+    lock inside the folder.
+    """
     name = place.name
     with one_writer(place.parent, LOCK_OF_STAGE.format(name), f"stage {name!r} of {str(place.parent)!r}"):
         if (place / LOCK).exists():
@@ -144,7 +151,8 @@ def _held(place: Path) -> Iterator[None]:
 
 
 def _as_launched(entry: Entry, folder: Path) -> Facts:
-    """Do a stage as one of its processes. The first one writes the results, for the pipeline that launched it."""
+    """Do a stage as one of its launched processes, and return its facts. The first process also writes them into the
+    stage's marker, where the pipeline that launched it reads them."""
     _end_with_launcher(entry)
     first = int(os.environ.get("RANK", "0")) == 0
     asked = processes_of(entry.section.launch, entry.name)
@@ -169,10 +177,10 @@ def _as_launched(entry: Entry, folder: Path) -> Facts:
 
 
 def _end_with_launcher(entry: Entry) -> None:
-    """Have this rank asked to stop when its launcher ends.
+    """Let this process be asked to stop (SIGUSR1) when its launcher ends.
 
-    Raises Interrupted if the launcher has ended already, while this process imported what it needs: no signal would
-    come any more.
+    Raises Interrupted if the pipeline is no longer among this process's parents: the launcher ended while this process
+    was still importing what it needs, and no signal would come any more.
     """
     die_with_parent(signal.SIGUSR1)
     pipeline = os.environ.get(PIPELINE_OF_RANK)
@@ -181,10 +189,11 @@ def _end_with_launcher(entry: Entry) -> None:
 
 
 def _launch(entry: Entry, recipe: PipelineRecipe, stop: StopRequests) -> None:
-    """Run the stage on the processes of its accelerate file. Raises Interrupted if it was asked to stop, and they did.
+    """Run the stage by `accelerate launch` on the processes of its accelerate file, and wait for their end.
 
-    The processes are asked one by one: the launcher itself would kill them 30 seconds later, or leave a single one
-    behind.
+    A request to stop is passed on to each process by a signal of its own: if the launcher got it, it would kill them
+    all 30 seconds later, or leave a single one behind. Raises Interrupted if a stop was requested and the processes
+    ended with an error code, and ValueError if they did so without.
     """
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(entry.section.launch)]
     launch += [*words_of_stage(recipe, entry.name), "--launched"]
@@ -206,8 +215,8 @@ def _launch(entry: Entry, recipe: PipelineRecipe, stop: StopRequests) -> None:
 
 
 def words_of_stage(recipe: PipelineRecipe, name: str) -> list[str]:
-    """Return the words after `python` (or `accelerate launch`) that do one stage of the pipeline in
-    the output folder."""
+    """Return the words of a command line, after `python` or `accelerate launch`, that do one stage of the pipeline in
+    its output folder."""
     file = str(recipe.output_dir / RECIPE)
     folder = str(recipe.output_dir)
     return ["-m", "grpo_lab", "pipeline", "run", file, "--only", name, "--output_dir", folder]
@@ -216,8 +225,12 @@ def words_of_stage(recipe: PipelineRecipe, name: str) -> list[str]:
 def plan_of_pipeline(
     recipe: PipelineRecipe, overwrite: bool = False, only: str | None = None, launched: bool = False, run: bool = False
 ) -> Words:
-    """Describe what `grpo-lab pipeline` will do and (not for a ``run``) what it takes. Raises ValueError for what would
-    stop it, as far as that is known before."""
+    """Check the stages of a pipeline before the first begins; describe what `grpo-lab pipeline` will do.
+
+    ``only``, ``overwrite`` and ``launched``: as in ``run_pipeline``. ``run``: a run is about to begin, so that what is
+    done already is not checked, and nothing is estimated; else this is a dry run, which adds memory and tokens to each
+    stage's line. Raises one ValueError with the mistakes of all stages, as far as they can be known now.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not launched:
         raise ValueError("`grpo-lab pipeline` runs in one process; a stage's `launch` names an accelerate file for it")
     entries = entries_of(recipe)
@@ -240,7 +253,7 @@ def plan_of_pipeline(
     estimates = Estimates()
     outlook = Outlook(here_only=not run)
     with asking_the_hub_once():
-        for one in [] if launched else entries:  # the pipeline that launched it has checked all
+        for one in [] if launched else entries:  # the pipeline that launched this process has checked all
             try:
                 if only in (None, one.name) and not (run and stands[one.name].state == NOTHING):
                     words = outlook.words(one.name, one.kind, one.section.launch)

@@ -1,4 +1,4 @@
-"""Whether a recipe is that of the run in a folder: the same settings, but for those that cannot change its past."""
+"""Comparison of a recipe with an earlier run's: the same settings, but for those that cannot change its past."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ way, where its server is, how memory is used."""
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Return a short hash of a recipe's settings, without the address of its server. Equal hashes mean the same run."""
+    """Return a short hash of a recipe's settings, plain values, without the address of its rollout server. Two recipes
+    with equal hashes describe the same run."""
     arguments = {name: value for name, value in settings["arguments"].items() if name not in ADDRESS}
     text = json.dumps({**settings, "arguments": arguments}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def changed_since(folder: Path, record: Mapping[str, Any], settings: Mapping[str, Any], now: str) -> list[Difference]:
-    """Return the ``settings`` that differ from those of the run in ``folder``, by its ``recipe.yaml``.
+    """Return how ``settings`` differ from those of the run in ``folder``, which its ``recipe.yaml`` has.
 
-    If that cannot be read, the fingerprint in its ``record`` must be ``now``. Raises ValueError if it is another run.
+    If that file cannot be read, the fingerprint in the run's ``record`` must be equal to ``now``, the fingerprint of
+    ``settings``. Raises ValueError if the folder holds another run: a setting differs that ``may_differ`` refuses.
     """
     try:
         then = parsed(read_text(folder / "recipe.yaml"), "recipe.yaml")
@@ -62,7 +64,7 @@ def changed_since(folder: Path, record: Mapping[str, Any], settings: Mapping[str
 
 
 def may_differ(found: Difference) -> bool:
-    """Return whether a setting may differ on a resume: it cannot change what the run has done, or is only measured
-    beside it."""
+    """Return whether a setting may differ when a run is resumed: it cannot change what the run has done so far, or it
+    belongs to an evaluation, which no weight depends on."""
     beside = found.of("evaluation", "eval_dataset", "model.expected")
     return beside or found.name.partition(".")[0] in CANNOT_CHANGE_THE_PAST

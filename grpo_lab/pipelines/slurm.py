@@ -16,8 +16,8 @@ from grpo_lab.pipelines.pipeline_recipe import PipelineRecipe
 from grpo_lab.pipelines.runner import words_of_stage
 
 ASKED_EARLIER = {"open-mode": "append", "requeue": True, "signal": "B:TERM@600"}
-"""Options of ``sbatch``. Ten minutes before its end a job gets a signal, on which its stage saves its work
-(docs/resume.md)."""
+"""Options of ``sbatch`` by which a job can be continued: ten minutes before its time is over it gets a signal, on which
+its stage saves its work (docs/resume.md)."""
 JOB = """#!/bin/bash
 {options}
 cd "${{SLURM_SUBMIT_DIR:-.}}"
@@ -34,8 +34,8 @@ the same command resumes it."""
 
 
 def write_batch_scripts(recipe: PipelineRecipe) -> Path:
-    """Write `slurm/<stage>.sbatch` and `slurm/submit.sh` in the output folder; return the latter. A recipe's `slurm`
-    options replace ours."""
+    """Write `slurm/<stage>.sbatch` for each stage and `slurm/submit.sh` into the output folder; return the latter. A
+    recipe's `slurm` options replace ours, and a stage's replace those."""
     folder = recipe.output_dir / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
     PipelineFiles(recipe, entries_of(recipe)).begin()

@@ -26,15 +26,16 @@ from grpo_lab.runs.stage import Workspace, plain_facts
 from grpo_lab.runs.stop_requests import StopRequests
 
 SECONDS_BETWEEN_COLLECTIONS = 0.5
-"""Least time between two garbage collections. One takes about as long beside all libraries, and loading a model takes
-longer."""
+"""Least time between two garbage collections. With all libraries loaded, one collection takes about half a second;
+loading a model takes longer."""
 _collected = [0.0]
-"""Time of the last garbage collection."""
+"""Time of the last garbage collection, by ``time.perf_counter``."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Kind of stage that one command alone has: a function of the workspace, with the attributes of a kind."""
+    """Kind of stage that only one command has: a function ``run(workspace)``, with attributes of a kind as
+    ``pipelines/kinds.py`` describes them."""
 
     run: Callable[[Any], Mapping[str, Any] | None]
     leaves: Mapping[str, str] = field(default_factory=dict)
@@ -47,10 +48,12 @@ class Stage:
     """One stage of a command.
 
     Args:
-        name: of the stage; its marker is `<name>.json` in ``folder``.
-        kind: what is done, and what is left in ``folder``; the place `.` means a model in the folder itself.
-        reads: files and folders of earlier stages that it is made from.
-        remembered: False writes no marker: the stage is cheap, or its own files say whether it is done.
+        name: name of the stage; its marker is `<name>.json` in ``folder``.
+        kind: what the stage does and leaves, a kind of ``pipelines/kinds.py`` or a ``Work``. The place `.` among what
+            it leaves means a model in the folder itself.
+        folder: folder that the stage works in.
+        reads: files and folders of earlier stages that the stage is made from.
+        remembered: False: no marker is written, since the stage is cheap, or its own files say whether it is done.
     """
 
     name: str
@@ -81,7 +84,7 @@ class Stage:
         return StageRecord(self.name, self.name)
 
     def due(self, record: StageRecord) -> str:
-        """Return why the stage is to be done; empty if it is done."""
+        """Return why the stage has to be done; empty if it is done."""
         if record.status == DONE:
             return ""
         return NEW
@@ -100,7 +103,10 @@ class Stage:
         """Write nothing: the command itself reports the error that ended the stage."""
 
     def lost(self, gone: Collection[Path]) -> list[Path]:
-        """List the stage's places of which something is ``gone``."""
+        """List the places of what the stage leaves and keeps that are ``gone``, or that hold a file which is.
+
+        The place `.` stands for a model, whose files are directly in the folder.
+        """
         found = []
         for name in self.places:
             place = self.folder / name
@@ -114,29 +120,33 @@ class Stage:
 
 
 class Caller:
-    """Hooks that a command adds to its stages; this base class adds nothing."""
+    """Hooks that a command adds around each of its stages; those of this base class add nothing.
+
+    ``carry_out`` calls them in this order for a stage that has to be done: ``hold``, ``begins``, ``run``, ``ends``.
+    """
 
     def hold(self, stage: Any) -> AbstractContextManager[object]:
-        """Context that keeps other processes away from a stage while it is done."""
+        """Return a context that keeps other processes away from the stage while it is done."""
         return nullcontext()
 
     def begins(self, stage: Any, record: StageRecord) -> None:
         """Report that a stage begins."""
 
     def run(self, stage: Any, workspace: Any) -> Mapping[str, Any] | None:
-        """Do the stage itself, and return its facts."""
+        """Do the stage, and return its facts."""
         found: Mapping[str, Any] | None = stage.kind.run(workspace)
         return found
 
     def ends(self, stage: Any, seconds: float) -> None:
-        """Report how long a stage has taken. Its marker is written after that, so that a kill loses no time."""
+        """Report how many seconds a stage has taken, over all its starts. Its marker is written after that, so that a
+        kill in between loses no time."""
 
 
 def carry_out(stages: Iterable[Stage], workspace: Workspace, caller: Caller | None = None) -> list[str]:
     """Do every stage that is not done, in order, and return the names of those that were done now.
 
-    Afterwards ``workspace.facts`` has the facts of all of them. Raises ValueError for a damaged marker, Interrupted if
-    it is asked to stop.
+    Afterwards ``workspace.facts`` has the facts of all of them. ``caller``: hooks around each stage. Raises ValueError
+    for a damaged marker, and Interrupted if a stop was requested; an error of a stage ends the loop.
     """
     caller = caller or Caller()
     done = []
@@ -146,7 +156,7 @@ def carry_out(stages: Iterable[Stage], workspace: Workspace, caller: Caller | No
             with caller.hold(stage):
                 record = stage.record()
                 why = stage.due(record)
-                if why:  # else another process has done it meanwhile
+                if why:  # else another process did the stage while this one waited for its lock
                     _do(stage, record, why, workspace, caller)
                     done.append(stage.name)
         workspace.facts[stage.name] = record.results
@@ -154,6 +164,7 @@ def carry_out(stages: Iterable[Stage], workspace: Workspace, caller: Caller | No
 
 
 def _do(stage: Stage, record: StageRecord, why: str, workspace: Workspace, caller: Caller) -> None:
+    """Do one stage for the reason ``why``, and record in its marker how it ended."""
     stage.begin(record, why)
     caller.begins(stage, record)
     began = time.perf_counter()
@@ -173,23 +184,23 @@ def _do(stage: Stage, record: StageRecord, why: str, workspace: Workspace, calle
 
 @contextmanager
 def _stopped_where_it_looks(stop: StopRequests, whole: bool) -> Iterator[None]:
-    """Context around a stage and its marker. A stop ends the stage where it checks for one, or anywhere if it is
-    ``whole``."""
+    """Context around a stage and the writing of its marker: a stop ends it anywhere if it is ``whole``, else only where
+    it checks for one. Afterwards the memory of its models is freed."""
     with nullcontext() if whole else stop.defer_stop():
         yield
     began = time.perf_counter()
     if began - _collected[0] > SECONDS_BETWEEN_COLLECTIONS:
-        gc.collect()  # frees models that nothing refers to any more
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         _collected[0] = time.perf_counter()
 
 
 def make_again(stages: Sequence[Stage], gone: Collection[Path]) -> None:
-    """Prepare the stages so that they make again what is ``gone`` from a finished run.
+    """Prepare the stages to make again the files that are ``gone`` from a finished run.
 
-    The stages that made it lose their markers. So do earlier stages that made what those read, if that is not there
-    either.
+    A stage that made one of them loses its marker, and what is left at the place is removed. If what that stage reads
+    does not exist any more, the same happens to the earlier stage that made it.
     """
     wanted = {*gone}
     for stage in reversed(stages):
@@ -199,4 +210,4 @@ def make_again(stages: Sequence[Stage], gone: Collection[Path]) -> None:
             (stage.folder / stage.marker).unlink(missing_ok=True)
         for place in lost:
             if place != stage.folder:
-                shutil.rmtree(place, ignore_errors=True)  # a part of an evaluation is of no use
+                shutil.rmtree(place, ignore_errors=True)  # half of an evaluation is of no use

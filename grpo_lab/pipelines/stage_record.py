@@ -3,9 +3,9 @@
     {"name", "kind", "status": "running" | "failed" | "broken off" | "done", "why", "error", "settings", "inputs",
      "before", "seconds", "results", "digests", "versions", "left", "taken"}
 
-It is written before the stage begins and when it ends. From it, and from what is asked, ``pipelines.standing`` decides
-whether the stage is done again. ``left``: the files of its results; ``taken``: those that it was made from. If several
-stages of a command share a folder, their markers are called `<stage>.json`, and are written when they are done.
+It is written before the stage begins and when it ends. From it, and from what the recipe asks for now,
+``pipelines.standing`` decides whether the stage is done again. If several stages of a command share a folder, their
+markers are called `<stage>.json`, and are written when they are done.
 """
 
 from __future__ import annotations
@@ -34,18 +34,23 @@ PATHS = ("path", "model", "short_model", "teacher", "source", "rows", "samples",
 NEW = "new"
 AGAIN = "again"
 GOES_ON = "goes on"
-"""How the reason begins if a stage is to be continued and not done from its start."""
+"""How the reason to do a stage begins: it has never begun; it is done from its start; or it is continued."""
 _MOST_FILES = 2000
 """Largest number of files of one place whose digests are remembered. The files of a larger place are read each time."""
 _LONGEST_ERROR = 500
+"""Most characters of an error that a marker records."""
 
 
 @dataclass
 class StageRecord(PipelineStage):
-    """Record of a stage, as read from its folder. ``settings``: as written, with the ``inputs`` (setting →
-    stage.thing).
+    """Record of a stage, as read from its folder: a `PipelineStage`, and what its results were made from.
 
-    ``digests``: stage.thing, or a file that a setting names → digest of what it held.
+    Attributes:
+        settings: settings that the stage was done with, and its inputs (``inputs``: setting → stage.thing).
+        digests: input (stage.thing), or file or folder that a setting names → digest of what it held.
+        versions: package → its version.
+        left: files of the stage's results, in its folder, as they were when it ended (`recipe.digests.Seen`).
+        taken: files that the stage was made from, as they were when it began.
     """
 
     digests: dict[str, str] = field(default_factory=dict)
@@ -62,7 +67,12 @@ class StageRecord(PipelineStage):
 
     @classmethod
     def read(cls, folder: Path, name: str, kind: str, marker: str = STAGE) -> StageRecord:
-        """Read the record of the stage that worked in ``folder``. Raises ValueError if the file is damaged."""
+        """Read the record of the stage that worked in ``folder``; a new record if there is none.
+
+        ``name`` and ``kind``: those of the stage, if the file does not have them; ``marker``: name of the file. The
+        digests in it are remembered, so that unchanged files are not read again. Raises ValueError if the file is
+        damaged.
+        """
         file = folder / marker
         if marker == STAGE:
             advice = "move the folder away, and the stage is done again"
@@ -78,12 +88,18 @@ class StageRecord(PipelineStage):
         return record
 
     def write(self, folder: Path, marker: str = STAGE) -> None:
-        """Write the record into ``folder``; a kill leaves the earlier file or the new one."""
+        """Write the record into ``folder``. A kill leaves the earlier file or the new one, never a part."""
         write_json(folder / marker, asdict(self))
 
     def reason(self, settings: Mapping[str, Any], digests: Mapping[str, str], gone: Sequence[str]) -> str:
-        """Return why a stage with these ``settings``, made from what has these ``digests``, is to be done; empty if it
-        is not. ``gone``: what it has left and is no longer there."""
+        """Return why the stage has to be done, beginning with ``NEW``, ``AGAIN`` or ``GOES_ON``; empty if it is done.
+
+        Args:
+            settings: settings that are asked for now.
+            digests: input or file → digest of what it holds now. One that the record does not know, or that
+                does not exist now, is no reason.
+            gone: places of results that the stage has left and that are no longer there.
+        """
         changed = [str(one) for one in differing(self.settings, settings)]
         changed += [f"{name} has changed" for name, one in digests.items() if self.digests.get(name, one) != one]
         if self.status == WAITING:
@@ -97,21 +113,22 @@ class StageRecord(PipelineStage):
         return ""
 
     def due(self, folder: Path, settings: Mapping[str, Any], digests: Mapping[str, str], left: Collection[str]) -> str:
-        """Return why the stage in ``folder`` is to be done; empty if it is not. Nothing is written. ``left``: places of
-        what it leaves."""
+        """Return why the stage in ``folder`` has to be done (``reason``); empty if it is done. Nothing is written.
+        ``left``: places in the folder of what the stage leaves."""
         return self.reason(settings, digests, [place for place in left if not (folder / place).exists()])
 
     def begin(self, folder: Path, settings: Facts, digests: dict[str, str], left: Collection[str]) -> bool:
-        """Return whether the stage in ``folder`` is to be done (``due``). If so, its folder is prepared."""
+        """Return whether the stage in ``folder`` has to be done (``due``); if so, ``prepare`` its folder first."""
         why = self.due(folder, settings, digests, left)
         if why:
             self.prepare(folder, why, settings, digests)
         return bool(why)
 
     def prepare(self, folder: Path, why: str, settings: Mapping[str, Any], digests: Mapping[str, str]) -> None:
-        """Prepare the ``folder`` of a stage that is to be done: as a killed stage left it, or empty.
+        """Make the ``folder`` of a stage ready, and record there that the stage is running.
 
-        For an empty one, what was in it is kept beside it, as `<name>.before-<n>`.
+        If the reason ``why`` says that the stage goes on, the folder stays as it is. Otherwise it becomes an empty one:
+        a folder with files in it is renamed to `<name>.before-<n>`.
         """
         if not why.startswith(GOES_ON):
             self.seconds = None
@@ -132,13 +149,13 @@ class StageRecord(PipelineStage):
         self.write(folder)
 
     def finish(self, folder: Path, places: Iterable[str]) -> None:
-        """Record that the stage is done, with the files that are at ``places`` of ``folder``."""
+        """Record that the stage is done, and the size, time and digest of the files at ``places`` in ``folder``."""
         self.status = DONE
         self.left = seen_at([folder / place for place in places], folder)
         self.write(folder)
 
     def end(self, folder: Path, status: str, error: BaseException | str = "") -> None:
-        """Record that the stage is not done, and why."""
+        """Record that the stage has ended without being done: its ``status``, and the ``error`` in one line."""
         if isinstance(error, str):
             said = error
         else:
@@ -149,8 +166,8 @@ class StageRecord(PipelineStage):
 
 
 def facts_alone(file: Path, advice: str) -> Facts | None:
-    """Read a marker as it was until 2026-11-27: the facts of a stage that is done, and nothing else. None: there is no
-    such file, or it holds a complete record."""
+    """Return the facts of a stage whose marker has the form used until 2026-11-27, which held them and nothing else,
+    and was written when the stage was done. None: there is no marker, or it holds a complete record."""
     found = read_marker(file, advice)
     if file.is_file() and "status" not in found:
         return found
@@ -158,8 +175,8 @@ def facts_alone(file: Path, advice: str) -> Facts | None:
 
 
 def seen_at(places: Iterable[Path], folder: Path | None = None) -> Seen:
-    """Return size, time and digest of the files at each of ``places`` (``recipe.digests.seen``), unless they are very
-    many."""
+    """Return size, time and digest of the files at each of ``places`` (``recipe.digests.seen``). A place with more than
+    ``_MOST_FILES`` files is left out."""
     found: Seen = {}
     for place in places:
         files = files_of(place)
@@ -169,7 +186,8 @@ def seen_at(places: Iterable[Path], folder: Path | None = None) -> Seen:
 
 
 def named_in(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values in ``settings`` that may name a file or a folder."""
+    """Yield the texts in ``settings`` that may name a file or a folder: those of the settings ``PATHS``, and all with a
+    slash."""
     for setting, value in flat(settings):
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, str) and len(one) < 1000 and (setting.rpartition(".")[2] in PATHS or "/" in one):
@@ -177,12 +195,13 @@ def named_in(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def digests_of(settings: Mapping[str, Any], inputs: Mapping[str, Path]) -> dict[str, str]:
-    """Return digests of what is at ``inputs`` now, and of each file and folder that ``settings`` name."""
+    """Return the digests of what is at ``inputs`` (name → place) now, and of each file and folder that ``settings``
+    name; nothing for a place that does not exist."""
     return digests_at({**inputs, **{one: Path(one) for one in named_in(settings)}})
 
 
 def digests_at(places: Mapping[str, Path]) -> dict[str, str]:
-    """Return the digest of what is at each of ``places`` now. Places where nothing is are left out."""
+    """Return name → digest of what is at its place now. Places that do not exist are left out."""
     return {name: digest for name, place in sorted(places.items()) if (digest := digest_of(place))}
 
 
@@ -199,7 +218,7 @@ def digest_of(place: Path) -> str:
 
 
 def files_of(place: Path) -> list[Path]:
-    """List the files that ``digest_of`` reads."""
+    """List the files whose contents ``digest_of`` covers."""
     if not place.is_dir():
         return [place] if place.is_file() else []
     return files_of_model(place) or [file for file in place.rglob("*") if file.is_file()]

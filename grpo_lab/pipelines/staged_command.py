@@ -1,7 +1,8 @@
 """What the commands `curate`, `rounds` and `long2short` share: each samples a saved model, as a list of stages.
 
-``resolve`` loads what a recipe names, for the run as for its dry run (``plan_of``). ``running`` holds the folder and
-keeps ``run.json`` up to date. The stages are the command's own.
+Each command describes its own part by a ``StagedCommand``. ``resolve`` checks a recipe and loads what it names, for the
+run and for its dry run (``plan_of``). ``running`` then holds the output folder and keeps ``run.json`` up to date while
+``stage_engine.carry_out`` does the command's stages.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ from grpo_lab.runs.stop_requests import StopRequests
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a recipe names, loaded: rows, judge and held-out rows, ``more`` that its command alone loads, and the rows'
-    fingerprint."""
+    """What a recipe names, loaded.
+
+    Attributes:
+        asked: rows, the reward that judges answers, and held-out rows.
+        more: what only this command loads (``StagedCommand.load``).
+        fingerprint: `rows_fingerprint` of the rows; None if the command does not record it, or without rows.
+    """
 
     asked: Questions
     more: Any = None
@@ -39,16 +45,16 @@ class StagedCommand:
     """The functions and names in which one command differs from the others.
 
     Args:
-        name: of the command in ``run.json`` (``pipeline``).
-        check: gets recipe and ``overwrite``; raises ValueError for settings, or an earlier run's samples, that do not
-            fit.
-        load: recipe, rows and judge, ``overwrite``, ``here_only`` → what else is loaded; raises ValueError if it does
-            not fit.
-        words: recipe, what was loaded, ``overwrite`` → what the dry run shows, title → words.
-        settings: recipe → the settings that two runs of one folder must have in common.
-        rows: key in ``run.json`` of the rows' fingerprint; empty: another file records it.
+        name: name of the command, which ``run.json`` has under ``pipeline``.
+        check: ``check(recipe, overwrite)``, called before anything is loaded. Raises ValueError for settings, or for
+            an earlier run's samples, that do not fit.
+        load: ``load(recipe, questions, overwrite, here_only)`` returns what else the command loads, and raises
+            ValueError if that does not fit.
+        words: ``words(recipe, resolved, overwrite)`` returns the lines of the dry run's plan.
+        settings: ``settings(recipe)`` returns the settings that two runs of one folder must have in common.
+        rows: key in ``run.json`` of the rows' fingerprint; empty: the fingerprint is not recorded there.
         marker: file that says which run the folder holds.
-        follow: gets recipe and an earlier run's marker; raises ValueError if it cannot continue that run.
+        follow: ``follow(recipe, record)`` raises ValueError if the recipe cannot continue the run with that record.
     """
 
     name: str
@@ -61,17 +67,17 @@ class StagedCommand:
     follow: Callable[[Any, Facts], None] = lambda recipe, earlier: None
 
     def earlier(self, recipe: Any, overwrite: bool) -> Facts:
-        """Return what an earlier run in the recipe's folder has recorded (``earlier_run``)."""
+        """Return what an earlier run in the recipe's folder has recorded (``earlier_run``). Raises ValueError if this
+        recipe cannot continue it."""
         found = earlier_run(recipe, self.name, overwrite, self.settings, self.marker)
         self.follow(recipe, found)
         return found
 
 
 def resolve(command: StagedCommand, recipe: Any, overwrite: bool, here_only: bool = False) -> Resolved:
-    """Load what ``recipe`` names; nothing is written. In a dry run (``here_only``) rows that cannot be had yet are None
-    (`rows_here`).
+    """Check ``recipe`` and load what it names; nothing is written. Raises ValueError for what would stop the run.
 
-    Raises ValueError for what would stop the run.
+    ``here_only``: a dry run, which need not reach the hub: rows that are not on this machine are None (`rows_here`).
     """
     command.check(recipe, overwrite)
     then = command.earlier(recipe, overwrite).get(command.rows)
@@ -91,10 +97,11 @@ def plan_of(command: StagedCommand, recipe: Any, overwrite: bool = False) -> Wor
 
 @contextmanager
 def locked_run(recipe: Any, earlier: Callable[[], Facts]) -> Iterator[tuple[StopRequests, Facts]]:
-    """Hold the lock of a command's folder for the block, and let the run be asked to stop.
+    """Hold the lock of a command's folder for the block, and listen for requests to stop.
 
-    ``earlier`` returns what an earlier run, which is continued, has recorded. If that is empty, this run is new, and a
-    stop file that is there was meant for an earlier one. Raises Interrupted on a stop, here or in the block.
+    ``earlier``: function that returns the record of an earlier run that is continued, or `{}` for a new run; it is
+    called when the lock is held. Yields the requests and that record. Raises Interrupted on a stop, here (a stop file
+    that was waiting for a run which is continued) or in the block.
     """
     folder = recipe.output_dir
     with one_writer(folder), StopRequests(folder, recipe.max_hours, recipe.stop_file) as stop:
@@ -105,7 +112,13 @@ def locked_run(recipe: Any, earlier: Callable[[], Facts]) -> Iterator[tuple[Stop
 
 @dataclass
 class CommandRun(Caller):
-    """A run of a command in its folder; ``about``: the content of ``run.json``."""
+    """A run of a command in its folder: prints a heading before each stage, and keeps ``run.json`` up to date.
+
+    Attributes:
+        folder: the output folder.
+        stop: requests to stop.
+        about: the content of ``run.json``.
+    """
 
     folder: Path
     stop: StopRequests
@@ -128,6 +141,7 @@ class CommandRun(Caller):
         self.write()
 
     def _called(self, stage: Stage) -> str:
+        """Return a stage's name as headings and ``run.json`` have it, with that of its own folder: "round 1, train"."""
         if stage.folder == self.folder:
             return stage.name
         return f"{stage.folder.name.replace('-', ' ')}, {stage.name}"
@@ -141,10 +155,15 @@ def running(
     about: Mapping[str, Any],
     forget: Iterable[Path] | None = None,
 ) -> Iterator[CommandRun]:
-    """Hold the recipe's folder for the block (``locked_run``), and keep ``run.json``. The ``stages`` make again what a
-    finished run has lost.
+    """Hold the recipe's folder for the block (``locked_run``), and keep its ``run.json``.
+
+    If files of a finished run are missing, the markers of the stages that made them are removed, so that they are made
+    again.
 
     Args:
+        command: the command that runs.
+        recipe: its recipe.
+        stages: all stages of the run, which the block is to do.
         about: what ``run.json`` says of the run, besides name, versions, seconds and whether it is finished.
         forget: files and folders of an earlier run to remove, since this run replaces it; None: that run is continued.
     """

@@ -1,15 +1,18 @@
 """Standing of each stage of a pipeline: what has to be done with it now, and why.
 
-The answer is the same for `run`, `--only`, `--dry-run`, `status`, `show` and the report:
+`run`, `--only`, `--dry-run`, `status`, `show` and the report all take it from here. The states are:
 
-    new       it has not begun
-    again     what it is made from has changed, or an output that others take is gone
-    goes on   it was broken off, has failed, or a result that nobody takes (an evaluation) is gone
-    waits     it is done, and a stage that it reads is not
+    new       the stage has never begun
+    again     what the stage is made from has changed, or an output that others can take is gone
+    goes on   the stage was broken off or has failed, or one of its results that nobody takes (an evaluation) is gone
+    waits     the stage is done, but one that it takes inputs from is not
     done      nothing has to be done
 
-A stage that waits is done again only if what it reads comes out differently. An output that was edited counts as it is
-now: stages that take it are done again, and its own stage reports the edit.
+A stage that waits is done again only if its inputs come out differently. An output that somebody has edited counts as
+it is now: the stages that take it are done again, and the stage that made it reports the edit.
+
+How the pieces work together: `Asked` is what the recipe wants of a stage, ``StageRecord`` what the stage has recorded.
+`look_at` reads from the disk what has changed since (`Look`), and `standing` decides by these three.
 """
 
 from __future__ import annotations
@@ -31,14 +34,16 @@ from grpo_lab.recipe.models import files_of_model
 from grpo_lab.runs.folder import RUN, STAGE, read_marker
 
 WAITS, NOTHING = "waits", "done"
+"""States of a stage, beside ``NEW``, ``AGAIN`` and ``GOES_ON`` of ``stage_record``."""
 TO_DO_AGAIN = "done, to do again"
+"""Status that is shown of a stage which is done and has to be done again."""
 LOCK_OF_STAGE = "{}.stage.lock"
 """Lock file in the pipeline's folder. The process that does the stage holds it."""
 
 
 class Standing(NamedTuple):
-    """What has to be done with a stage (``state``), and why. ``edited`` names files of its results that were changed
-    after it had left them."""
+    """What has to be done with a stage (``state``), and why. ``edited``: files of its results that somebody has changed
+    since it was done."""
 
     state: str
     why: str
@@ -47,11 +52,14 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything that a pipeline asks of a stage now, as ``pipeline.json`` keeps it.
+    """Everything that a pipeline's recipe asks of a stage now, as ``pipeline.json`` keeps it.
 
-    settings: those that its results depend on, and its ``inputs``. takes: stage.thing → place in the pipeline's folder.
-    named: files and folders that the settings name. leaves: places in its own folder that others can take; keeps:
-    places of results that nobody takes.
+    Attributes:
+        settings: settings that the stage's results depend on, and its ``inputs``.
+        takes: input, as stage.thing → its place in the pipeline's folder.
+        named: files and folders that the settings name.
+        leaves: places in the stage's own folder of what other stages can take.
+        keeps: places in the stage's own folder of results that no stage takes.
     """
 
     settings: Mapping[str, Any]
@@ -62,17 +70,25 @@ class Asked:
 
     @property
     def before(self) -> list[str]:
-        """The stages from which it takes inputs."""
+        """The stages that inputs are taken from, each once."""
         return list(dict.fromkeys(one.partition(".")[0] for one in self.takes))
 
     def places(self, folder: Path) -> dict[str, Path]:
-        """Return the places of everything that the stage is made from, in a pipeline's ``folder``."""
+        """Return name → place of everything that the stage is made from: its inputs in the pipeline's ``folder``, and
+        what its settings name."""
         return {name: folder / place for name, place in self.takes.items()} | {one: Path(one) for one in self.named}
 
 
 @dataclass(frozen=True)
 class Look:
-    """What was found on the disk about a stage: digests of its inputs, and which of its results are gone or edited."""
+    """What was found on the disk about a stage.
+
+    Attributes:
+        digests: name of what the stage is made from → digest of what it holds now.
+        gone: missing files and folders of the stage that other stages can take.
+        lost: missing files of results that no stage takes.
+        edited: files of its results that somebody has changed since it was done.
+    """
 
     digests: Mapping[str, str]
     gone: Sequence[str] = ()
@@ -81,8 +97,14 @@ class Look:
 
 
 def standing(record: StageRecord, asked: Asked, look: Look, before: Mapping[str, Standing]) -> Standing:
-    """Decide what has to be done with a stage; nothing is read. ``before``: the standing of the stages that it takes
-    inputs from."""
+    """Decide what has to be done with a stage, without reading the disk.
+
+    Args:
+        record: what the stage has recorded.
+        asked: what the recipe asks for now.
+        look: what was found on the disk.
+        before: stage → standing of the stages that come before it.
+    """
     edited = tuple(look.edited)
     why = record.reason(asked.settings, look.digests, look.gone)
     if why:
@@ -96,7 +118,7 @@ def standing(record: StageRecord, asked: Asked, look: Look, before: Mapping[str,
 
 
 def look_at(folder: Path, name: str, record: StageRecord, asked: Asked) -> Look:
-    """Read from the pipeline's ``folder`` what ``standing`` needs to know."""
+    """Read the inputs and results of stage ``name`` in the pipeline's ``folder``, for ``standing``."""
     digests = digests_at(asked.places(folder))
     place = folder / name
     gone = [one for one in asked.leaves if not (place / one).exists()]
@@ -108,21 +130,22 @@ def look_at(folder: Path, name: str, record: StageRecord, asked: Asked) -> Look:
             (lost if inside else gone).append(file)
         elif not is_as_seen(place / file, then):
             edited.append(file)
-    if record.status == DONE and (place / RUN).is_file():  # a command that works by itself: it goes on there
+    if record.status == DONE and (place / RUN).is_file():  # the stage is a whole command, which makes them again
         lost += [one for one in _gone_by_its_run(place) if one not in (*gone, *lost)]
     return Look(digests, gone, lost, edited)
 
 
 def _gone_by_its_run(place: Path) -> list[str]:
-    """List the files that the command in ``place`` left there when it finished, and that are gone."""
+    """List the files that the command which worked in ``place`` left there when it finished, and that are gone."""
     try:
         return gone_from(place, read_record(place / RUN))
     except ValueError:
-        return [f"readable {RUN}"]  # the command says what is wrong with it
+        return [f"readable {RUN}"]  # the reason reads "its readable run.json is gone"; the command says what is wrong
 
 
 def survey(folder: Path, asked: Mapping[str, Asked], records: Mapping[str, StageRecord]) -> dict[str, Standing]:
-    """Return the standing of each stage. ``asked`` must name each after those that it takes inputs from."""
+    """Return stage → standing for the pipeline in ``folder``. In ``asked`` each stage must come after those that it
+    takes inputs from."""
     found: dict[str, Standing] = {}
     for name, one in asked.items():
         found[name] = standing(records[name], one, look_at(folder, name, records[name], one), found)
@@ -130,7 +153,7 @@ def survey(folder: Path, asked: Mapping[str, Asked], records: Mapping[str, Stage
 
 
 def state_of(folder: Path, record: StageRecord) -> str:
-    """Return a stage's status. If it says that it runs, and nobody holds its lock, it was broken off."""
+    """Return the status in a stage's record; "broken off" if that says "running" and no process holds its lock."""
     locked = record.status == RUNNING and is_locked(folder / LOCK_OF_STAGE.format(record.name))
     if record.status == RUNNING and not locked:
         return BROKEN_OFF
@@ -138,10 +161,10 @@ def state_of(folder: Path, record: StageRecord) -> str:
 
 
 def stages_now(folder: Path) -> list[PipelineStage]:
-    """Return the stages of the pipeline in ``folder`` with their standing now, to be shown.
+    """Return the stages of the pipeline in ``folder`` as they stand now, to be shown to a user.
 
-    Empty if its file cannot be read, which ``read_stages`` reports. A stage of which the file does not say what is
-    asked gets that as its error.
+    The list is empty if ``pipeline.json`` cannot be read (``read_stages`` reports that), or if nothing is left of the
+    stages themselves. A stage of which ``pipeline.json`` does not say what is asked gets that as its error.
     """
     try:
         listed = read_record(folder / STAGES, {"stages": list})["stages"]
@@ -150,7 +173,7 @@ def stages_now(folder: Path) -> list[PipelineStage]:
         return []
     asked = {str(one["name"]): _asked(one) for one in listed}
     if not any(asked.values()) and not any((folder / name / STAGE).is_file() for name in asked):
-        return []  # the file alone was kept: it says what there was
+        return []  # only `pipeline.json` was kept, which is shown as it is
     records = {str(one["name"]): _record(folder, one) for one in listed}
     shown = list[PipelineStage]()
     stand = survey(folder, {name: one for name, one in asked.items() if one is not None}, records)
@@ -206,7 +229,7 @@ def status(folder: Path, console: Console | None = None) -> None:
 
 
 def show(folder: Path, console: Console | None = None) -> None:
-    """Draw the stages, and how far each of them is."""
+    """Print a drawing of the stages, and how far each of them is. Raises ValueError if there is no pipeline."""
     pipeline_sections.show(folder, console, stages_now(folder))
 
 
@@ -216,14 +239,15 @@ def report(place: Path) -> Path:
 
 
 def left_in(folder: Path, places: Sequence[str]) -> list[str]:
-    """Return the names that a finished run's ``run.json`` keeps as ``left``: of the model in its ``folder``, and of
-    every file at ``places`` in it. ``gone_from`` says which of them are gone."""
+    """Return the names of a finished run's files, which its ``run.json`` keeps as ``left``: those of the model in
+    ``folder``, and those at ``places`` in it. ``gone_from`` lists which of them are missing later."""
     files = [*files_of_model(folder), *(file for place in places for file in files_of(folder / place))]
     return sorted({file.relative_to(folder).as_posix() for file in files})
 
 
 def again_in_words(folder: Path, overwrite: bool) -> dict[str, str]:
-    """Say for the dry run of a command which files its finished run in ``folder`` has lost."""
+    """Return the line of a dry run's plan that names files which are missing from the finished run in ``folder``; `{}`
+    if none are, or with ``overwrite``."""
     gone = []
     if not overwrite:
         gone = gone_from(folder, read_marker(folder / RUN))

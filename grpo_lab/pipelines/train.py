@@ -1,5 +1,8 @@
-"""`grpo-lab train` as a list of stages: (start), (evaluation before), reinforcement, (evaluation after); then the
-report."""
+"""`grpo-lab train` as a list of stages: start, evaluation before, reinforcement, evaluation after; then the report.
+
+Each stage but the reinforcement is optional. ``train`` reads from top to bottom: look at the output folder, check the
+recipe and load what it names, lock the folder, do the stages that are left, write the report.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ NOTHING_TO_SHARE = "the recipe has no `cold_start` to share among the arms; name
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """Result of a training run: its folder, its report, and the evaluations before and after."""
+    """Result of a training run: its folder, its report page, and the evaluations before and after (None: not asked for,
+    or this is not the main process)."""
 
     folder: Path
     report: Path | None
@@ -57,11 +61,18 @@ class TrainingOutcome:
 
 
 def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> TrainingOutcome:
-    """Run ``recipe`` from beginning to end, or resume it if its folder has begun (``resume`` or not).
+    """Run ``recipe`` from beginning to end, or resume its run if the output folder holds one.
 
-    Every process calls this and takes its share of the evaluations; the main one writes the results. Raises ValueError
-    for a setting that is not possible, or a folder that is not this run's. Raises Interrupted if it is asked to stop;
-    the run can then be resumed.
+    Every process calls this and takes its share of the evaluations; the main one writes the results.
+
+    Args:
+        recipe: what to train, and how.
+        overwrite: replace the run in the folder.
+        resume: has no effect but to contradict ``overwrite``: a run that has begun is always resumed.
+
+    Raises:
+        ValueError: a setting is not possible, or the folder is not this run's.
+        Interrupted: a stop was requested; the run can be resumed.
     """
     recipe = numbers_read(recipe)
     config = lab_config(recipe)
@@ -76,10 +87,8 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Trai
 
 
 def _stages(job: Job, run: OpenRun) -> list[Stage]:
-    """List the stages that are left of the run: start?, evaluation before?, reinforcement, evaluation after?
-
-    They leave no marker: a model's, checkpoint's or evaluation's own files say whether it is complete.
-    """
+    """List the stages that are left of the run. They leave no marker: the files of a model, checkpoint or evaluation
+    say whether it is complete."""
     place = job.folder / "cold_start"
     cold = job.cold_start is not None
     made = cold or job.model.path is None or job.model.tokenizer is not None
@@ -142,7 +151,7 @@ def _report(job: Job, run: OpenRun) -> TrainingOutcome:
 
 
 def _left_alone(run: OpenRun) -> TrainingOutcome:
-    """Return the results of a finished run, without a further step or evaluation."""
+    """Return the results of a run that is finished already, without training or evaluating anything."""
     folder = run.folder.place
     console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
     found = read_run(folder, run.record)
@@ -159,10 +168,17 @@ def shared_start(
     seed: int = 0,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Return the folder of the model after the cold start, from which several trainings begin.
+    """Return ``start``, the folder of a model after a cold start, from which several trainings begin.
 
-    It is made once. If the one that is there was made from something else, it is made again, and the earlier one is
-    kept beside it (``stage_record``). Raises ValueError if there is no cold start.
+    The model is made once. If the one that is there was made from something else, it is made again, and the earlier one
+    is kept beside it (``stage_record``).
+
+    Args:
+        model: the model before the cold start.
+        cold: the cold start; raises ValueError if it is None.
+        start: folder of the result.
+        seed: seed of the model's weights, where it has none yet, and of the training.
+        chat_template_kwargs: further arguments of the chat template.
     """
     if cold is None:
         raise ValueError(NOTHING_TO_SHARE)
@@ -190,7 +206,8 @@ def shared_start(
 
 
 def _make_start(job: Job, start: Path) -> None:
-    """Make the model that RL starts from: a tiny one, one after a cold start, or one with another tokenizer."""
+    """Make the model that RL starts from, in the folder ``start``: one without a path (a tiny one), one after a cold
+    start, or one with another tokenizer. Every process calls this."""
     config = job.config
     model, tokenizer = load_model(job.model, config.seed)
     if job.cold_start is not None:
@@ -211,7 +228,8 @@ def _make_start(job: Job, start: Path) -> None:
 
 
 def _reinforce(job: Job, start: str, run: OpenRun) -> None:
-    """Train, save the model, and record that in ``run.json``."""
+    """Train by reinforcement from the model at ``start`` or from the run's checkpoint, save the final model, and record
+    both in ``run.json``. Raises Interrupted if a stop was requested."""
     from grpo_lab.trainer.resume.going_on import VerifiedCheckpoint
     from grpo_lab.trainer.trl_bridge import policy_parameters
 
@@ -250,7 +268,7 @@ def _reinforce(job: Job, start: str, run: OpenRun) -> None:
         "finished": False,
     }
     run.write()
-    # the trainer answers signals and stop file, and train() returns here
+    # after a stop by signal or stop file, train() returns instead of ending the process
     trainer.stop_request.signals = list(SIGNALS)
     trainer.stop_request.returns = True
     with tracked(trainer, folder):
@@ -273,8 +291,8 @@ def _reinforce(job: Job, start: str, run: OpenRun) -> None:
 
 @contextmanager
 def _ended_as_asked(trainer: Any, run: OpenRun) -> Iterator[None]:
-    """Context around ``train()``. Raises ``Interrupted`` if training was broken off, or lost its server, after it was
-    asked to stop."""
+    """Context around ``trainer.train()``: an error that ends the training after a stop was requested (a wait was broken
+    off, or the server is lost) becomes ``Interrupted``."""
     try:
         yield
     except KeyboardInterrupt:
@@ -288,8 +306,8 @@ def _ended_as_asked(trainer: Any, run: OpenRun) -> Iterator[None]:
 
 
 def _end_if_asked(trainer: Any, asked: str | None, run: OpenRun) -> None:
-    """Raise ``Interrupted`` on every process if one was asked to stop; the checkpoint is written. Not for Ctrl-C, which
-    raises its own error."""
+    """Record the request ``asked`` in ``run.json`` and raise ``Interrupted``, on every process; the checkpoint is
+    written already. Do nothing without a request, or for Ctrl-C, which raises an error of its own."""
     if asked is None or asked == "SIGINT":
         return
     step = trainer.state.global_step or None
@@ -300,6 +318,7 @@ def _end_if_asked(trainer: Any, asked: str | None, run: OpenRun) -> None:
 
 
 def _evaluate(job: Job, model: str, which: str) -> None:
+    """Evaluate the saved ``model`` on the held-out rows, into ``evaluation/<which>``: "before" or "after"."""
     assert job.evaluation is not None
     folder = job.folder / "evaluation" / which
     config = job.config
@@ -307,8 +326,10 @@ def _evaluate(job: Job, model: str, which: str) -> None:
 
 
 class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
-    """Callback that evaluates the policy every so many steps: greedy held-out answers, by all ranks and the engine of
-    the rollouts."""
+    """Callback that evaluates the policy every ``evaluation.every`` optimizer steps, into ``evaluation/step_<n>``.
+
+    The held-out answers are greedy, and are made by all ranks with the engine of the rollouts.
+    """
 
     def __init__(self, trainer: Any, section: EvaluationSection, folder: Path) -> None:
         policy = PolicyGenerator(trainer, bool(section.log_probs))
@@ -331,10 +352,11 @@ class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
 
 
 def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[RewardSection]:
-    """Return the recipe's rewards with the weights in force, then those that a named trainer declares or an environment
-    owns.
+    """List all rewards of a trainer with the weights in force: first the recipe's (``sections``), then those that a
+    named trainer declares or an environment owns.
 
-    A reward that carries its own weight gets the weight that it has when its schedule is over, and the schedule.
+    A reward of the latter that has a schedule of its own is listed with the weight that it has when the schedule is
+    over, and with the schedule.
     """
     weights = trainer.args.reward_weights or [reward.weight for reward in sections]
     found = [replace(reward, weight=float(weight)) for reward, weight in zip(sections, weights, strict=False)]
@@ -349,8 +371,8 @@ def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[Re
 
 
 def _show_samples(before: EvaluationResult | None, after: EvaluationResult, count: int = 3) -> None:
-    """Print the first held-out problems with the model's own words, so that a reader sees whether they are
-    solutions."""
+    """Print the first ``count`` held-out problems with the model's greedy answers before and after, so that a reader
+    sees whether they are solutions."""
     earlier = {}
     if before is not None:
         earlier = {outcome.problem: outcome for outcome in before.greedy}

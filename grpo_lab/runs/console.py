@@ -1,6 +1,10 @@
-"""Terminal output of a command: settings in words, and the plan of a dry run. Of what the libraries print it leaves a
-line of progress: no bars for loading, saving and mapping, no dictionary of metrics per log, no notes and warnings for
-their developers. Errors, warnings about weights and data, and this package's own lines stay."""
+"""Terminal output of a command: settings in words, the plan of a dry run, and quieter libraries.
+
+``quiet`` reduces what torch, transformers, TRL and their like print to one line of progress. It switches off the bars
+of loading, saving and mapping, the dictionary of metrics that a trainer prints at each log, and the notes and warnings
+that are meant for the libraries' own developers. Errors, warnings about weights and data, and this package's own lines
+stay.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +26,25 @@ from grpo_lab.recipe.sections import DataSection, RewardSection
 from grpo_lab.trainer.metrics.progress import AsStock, OneLine
 
 TALKATIVE = ("vllm", "trl", "accelerate", "peft", "torch")
-"""Loggers of which warnings and errors are shown."""
+"""Loggers that show their warnings and errors, and nothing below."""
 NOTES = ("transformers.trainer", "transformers.trainer_utils", "transformers.generation")
-"""Loggers of which errors alone are shown. Their warnings say that special tokens were aligned, or that a sampler does
-not read a generation flag. What transformers says of missing weights comes from another logger, and stays."""
+"""Loggers that show their errors alone. Their warnings say that special tokens were aligned, or that a sampler does not
+read a generation flag. What transformers says of missing weights comes from another logger, and stays."""
 FOR_DEVELOPERS = r"(torch|transformers|trl|accelerate|peft|datasets|huggingface_hub|vllm)(\.|$)"
+"""Modules whose FutureWarnings and DeprecationWarnings are hidden, as a pattern."""
 NO_ACCELERATOR = r".*pin_memory.*no accelerator"
+"""Pattern of torch's warning, hidden too, that pinned memory is of no use without an accelerator."""
 EXPERIMENTAL = r"You are (importing from 'trl\.experimental'|using '\w+', which is an experimental feature)"
-"""Warnings that are hidden: TRL's SimPO, which long2short uses knowingly, `rollout_func` (thinking budgets) and
-`environment_factory` are experimental."""
+"""Pattern of TRL's warning that a feature is experimental. It is hidden, since this package uses such features
+knowingly: SimPO (`grpo-lab long2short`), `rollout_func` (thinking budgets) and `environment_factory`."""
 
 
 def describe(settings: Any) -> str:
-    """Return settings in words; None reads "not applied"."""
+    """Describe settings in words, on one line, for a plan or a report.
+
+    ``settings``: a section of a recipe (fields that are None are left out), a tuple of sections, or None, which reads
+    "not applied". Anything else is its ``str``.
+    """
     if settings is None:
         return "not applied"
     if isinstance(settings, DataSection):
@@ -54,19 +64,23 @@ def describe(settings: Any) -> str:
 
 
 def settings_in_words(training: Mapping[str, Any]) -> str:
-    """Return the settings of a TRL trainer in words."""
+    """Describe the arguments that a recipe gives to a TRL trainer; none of them read "TRL's defaults"."""
     return ", ".join(f"{name} {value}" for name, value in training.items()) or "TRL's defaults"
 
 
 def _inner(value: Any) -> Any:
-    """Return a section inside a section, as of a mixture's task, in words."""
+    """Describe a mapping inside a section, such as a task of a mixture, in brackets; return other values unchanged."""
     if not isinstance(value, Mapping):
         return value
     return f"({', '.join(f'{name} {one}' for name, one in value.items())})"
 
 
 def count_of(rows: Any, section: DataSection) -> str:
-    """Return the number of rows and their source, in words. For generated rows it is the number in the recipe."""
+    """Describe how many rows there are, and where they come from.
+
+    ``rows`` may be None, for rows that a dry run could not load. Rows that the loader generates are counted by the
+    recipe (``n``, at most ``limit``), loaded or not.
+    """
     count = None if rows is None else len(rows)
     if section.loader in MADE and isinstance(section.arguments.get("n"), int):
         count = min(section.arguments["n"], section.limit or section.arguments["n"])
@@ -74,7 +88,7 @@ def count_of(rows: Any, section: DataSection) -> str:
 
 
 def model_of(path: str) -> str:
-    """Return the path of a saved model; add to a hub name when it will be loaded."""
+    """Describe a model by its path; of a hub name also say that it is loaded when sampling starts."""
     if is_local(path):
         return path
     return f"{path} (a hub name: loaded when sampling starts)"
@@ -94,12 +108,16 @@ def show(name: str, facts: Mapping[str, str], console: Terminal | None = None) -
 
 
 class NoLine(TrainerCallback):  # type: ignore[misc]
-    """Replaces transformers' `PrinterCallback`, which prints dictionaries if ``disable_tqdm`` switches the bar off."""
+    """Callback that prints nothing.
+
+    It stands in for transformers' `PrinterCallback`, which prints the metrics of each log as a dictionary when
+    ``disable_tqdm`` switches the progress bar off.
+    """
 
 
 @contextlib.contextmanager
 def quiet(verbose: bool = False) -> Iterator[None]:
-    """Inside the block, reduce what the libraries print to a line of progress, by their own switches; restore them
+    """Reduce what the libraries print during the block to a line of progress, by their own switches, which are put back
     afterwards. With ``verbose`` they print as usual."""
     from transformers import trainer
 

@@ -1,4 +1,7 @@
-"""Differences between two runs in settings (by flat names), rows and package versions, each in one sentence."""
+"""Differences between two runs in settings (by flat names), rows and package versions, each in one sentence.
+
+A flat name joins the keys of a nested recipe by dots, such as ``evaluation.max_new_tokens``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from grpo_lab.runs.folder import RUN, is_only_marked, record_of
 FLAT = ("arguments", "sampling")
 """Sections whose settings a recipe writes without the section's name."""
 OF_NO_FILE = ("name", "output_dir", "keep_models", "max_hours", "stop_file")
-"""Settings of a recipe on which no file that is made depends."""
+"""Settings of a recipe that have no effect on what the files of its run contain."""
 PACKAGES = ("grpo_lab", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "math-verify", "vllm")
 
 
@@ -32,7 +35,7 @@ class Difference:
     new: Any
 
     def of(self, *names: str) -> bool:
-        """Return whether it is one of the named settings, or inside one of the named sections."""
+        """Return whether the setting is one of ``names``, or stands in a section of one of these names."""
         return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
 
     def __str__(self) -> str:
@@ -40,14 +43,17 @@ class Difference:
 
 
 def plain_settings(recipe: Any) -> dict[str, Any]:
-    """Return a recipe as plain values, as JSON gives it back."""
+    """Return a recipe, a dataclass, as the nested mapping that JSON gives back; paths are text."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(recipe), default=str))
     return plain
 
 
 def settings_of(recipe: Any, *models: Any) -> dict[str, Any]:
-    """Return the settings that a run's files depend on, as JSON gives them back. ``models`` are paths; local ones are
-    compared by their contents."""
+    """Return the settings that decide what a run's files contain, as plain values, for a comparison of two runs.
+
+    ``models``: paths or hub names of the models that the run reads. Of each local one, ``model_files`` in the result
+    holds the digests of its files, so that a model with other weights at the same path is a difference.
+    """
     said = {name: value for name, value in plain_settings(recipe).items() if name not in OF_NO_FILE}
     return {**said, "model_files": {path: model_files(path) for path in sorted(str(m) for m in models if is_local(m))}}
 
@@ -55,10 +61,21 @@ def settings_of(recipe: Any, *models: Any) -> dict[str, Any]:
 def earlier_run(
     recipe: Any, command: str, overwrite: bool, settings: Callable[[Any], Mapping[str, Any]], marker: str = RUN
 ) -> dict[str, Any]:
-    """Return what ``run.json``, or another ``marker``, records of an earlier run of ``command`` in the recipe's folder.
-    Return `{}` for a new folder, with ``overwrite``, or if that run failed before it had written anything. Raises
-    ValueError if the folder holds something else. Also if that run had other ``settings(recipe)``, the settings that
-    two runs must share; the error names them."""
+    """Return what an earlier run of ``command`` has recorded in the recipe's folder; `{}` if there is none to continue.
+
+    There is none in a new folder, with ``overwrite``, and where that run failed before it had written a file of its
+    own.
+
+    Args:
+        recipe: the recipe that is to be run now.
+        command: name of the command, as ``run.json`` has it.
+        overwrite: the run begins anew, whatever an earlier one left.
+        settings: returns of a recipe the settings that two runs of one folder must have in common.
+        marker: file in the folder that records the run.
+
+    Raises:
+        ValueError: the folder holds something else, or a run with other settings, which the error names.
+    """
     found = record_of(recipe.output_dir, command, marker)
     failed = not found.get("finished") and is_only_marked(recipe.output_dir)
     if overwrite or not found or failed:
@@ -74,7 +91,10 @@ def refuse_other_settings(
     now: Mapping[str, Any],
     may_differ: Callable[[Difference], bool] = lambda one: False,
 ) -> list[Difference]:
-    """Return how two recipes of plain values differ. Raises ValueError, with the differences that are not allowed."""
+    """Return how the settings of the run in ``folder`` (``then``) differ from those asked for (``now``).
+
+    Raises ValueError, which names them, for differences that ``may_differ`` does not allow; by default it allows none.
+    """
     found = differing(then, now)
     if refused := [one for one in found if not may_differ(one)]:
         raise ValueError(
@@ -93,7 +113,11 @@ def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differenc
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value). Sections in ``FLAT`` are left out of the name; empty or unset values are skipped."""
+    """Yield the flat name and the value of each setting in nested mappings.
+
+    Mappings in a list are numbered, from 0. Sections in ``FLAT``, and any section's ``arguments``, do not appear in
+    names. Values that are None, an empty list or an empty mapping are skipped.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             inside = f"{name}.{key}" if name else str(key)
@@ -118,7 +142,8 @@ def _shown(value: Any) -> str:
 
 
 def rows_fingerprint(rows: Any) -> dict[str, Any]:
-    """Return the number of rows and a short hash of them in order: column names and values, an image by its bytes."""
+    """Return ``count``, how many rows there are, and ``fingerprint``, a short hash of them in order: the names and
+    values of their columns, an image by its encoded bytes."""
     from datasets import Image  # takes a second to import, and most functions here do not need it
 
     for name, feature in (rows.features or {}).items():
@@ -131,7 +156,8 @@ def rows_fingerprint(rows: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
-    """Return as text a value that JSON has no form for; never with an address in memory."""
+    """Return text for a value that JSON cannot hold, the same in every process: bytes become their hash, and an object
+    whose `repr` would show an address in memory becomes the name of its class."""
     if isinstance(value, bytes):
         return hashlib.sha256(value).hexdigest()
     has_text = type(value).__repr__ is not object.__repr__ and " at 0x" not in repr(value)
@@ -139,7 +165,11 @@ def _plain(value: Any) -> str:
 
 
 def refuse_other_rows(folder: Path, then: Any, now: Mapping[str, Any]) -> None:
-    """Raise ValueError if the rows are not those that the run began with, by ``rows_fingerprint`` (None: unknown)."""
+    """Raise ValueError if the rows of the run in ``folder`` are no longer those that it began with.
+
+    ``then`` and ``now``: ``rows_fingerprint`` at the run's beginning (None if it is not recorded: nothing is checked)
+    and of the rows that were loaded now.
+    """
     if then is not None and then != now:
         raise ValueError(
             f"the data of the run in {str(folder)!r} has changed since: {then['count']} rows ({then['fingerprint']}) → "
@@ -165,7 +195,8 @@ def _versions() -> dict[str, str]:
 
 
 def other_releases(record: Mapping[str, Any]) -> list[str]:
-    """Return "name old → new" for each version that differs from ``run.json``; empty if it records none yet."""
+    """Return "name old → new" for each version that differs from those in ``record``, a run's ``run.json``; an empty
+    list if it has none."""
     then = record.get("versions") or {}
     now = versions()
     names = sorted({*then, *now}) if then else []

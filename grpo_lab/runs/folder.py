@@ -30,6 +30,7 @@ RESCUE = (
     "it says what this folder holds; put a copy back, or choose another `--output_dir` (its checkpoints can be read by "
     "trainer.train(resume_from_checkpoint=…))"
 )
+"""Advice in the error about a damaged ``run.json``."""
 
 
 class FolderGone(OSError):
@@ -38,10 +39,19 @@ class FolderGone(OSError):
 
 @contextmanager
 def one_writer(folder: Path, lock: str = LOCK, what: str = "") -> Iterator[None]:
-    """Hold the file ``lock`` in ``folder`` during the block, so that no other process can; the folder is made if
-    missing. ``what`` names the locked thing in messages; by default it is the folder. Raises ValueError if another
-    process has the lock (which, where, since when), or if it is a symbolic link. Raises FolderGone, whatever the
-    block's outcome, if the folder was removed: half a run may be where it was."""
+    """Keep other processes out of ``folder`` during the block, by a locked file in it; make the folder if needed.
+
+    Args:
+        folder: the folder that the block writes into.
+        lock: name of the locked file, which is removed after the block.
+        what: what is locked, in words for messages; by default the folder.
+
+    Raises:
+        ValueError: another process has the lock (the error says which, where and since when), or the file is a
+            symbolic link.
+        FolderGone: the folder, or the locked file, was removed during the block. This is raised also where the block
+            itself failed: what stands at the path now may be only half of a run.
+    """
     file = folder / lock
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -62,7 +72,7 @@ def one_writer(folder: Path, lock: str = LOCK, what: str = "") -> Iterator[None]
             )
         if is_there():
             break
-        os.close(opened)  # one that its owner has just removed
+        os.close(opened)  # its owner removed the file between our open and our lock: open the new one
     os.ftruncate(opened, 0)
     os.pwrite(opened, f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()},".encode(), 0)
     name = os.path.abspath(file)
@@ -91,7 +101,8 @@ def _locked(opened: int, file: Path) -> bool:
 
 
 def check_writable(folder: Path, setting: str = "output_dir") -> None:
-    """Check that files can be written in the folder, or where it would be made. Raises ValueError if not."""
+    """Raise ValueError, which names ``setting``, if no file can be written in ``folder`` or, while it does not exist,
+    in the nearest folder above it. Raises OSError if the disk is full or over its quota."""
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if there.is_dir():
         why = ""
@@ -112,22 +123,31 @@ def check_writable(folder: Path, setting: str = "output_dir") -> None:
 
 
 def is_empty(folder: Path) -> bool:
-    """Return whether the folder holds nothing but its lock, a pipeline's marker of the stage, and half of a first file
-    (``grpo_lab.io``), left when a run was killed."""
+    """Return whether the folder holds no more than its lock, a stage's marker, and JSON files that a killed process had
+    half written (`*.json.part`, ``grpo_lab.io``)."""
     return all(entry.name in (LOCK, STAGE) or entry.name.endswith(".json.part") for entry in folder.iterdir())
 
 
 def is_only_marked(folder: Path) -> bool:
-    """Return whether ``folder`` holds at most a command's own markers, and no file that it makes."""
+    """Return whether ``folder``, with all folders in it, holds no file but a command's own markers: `run.lock`,
+    `run.json`, `stage.json`, and half-written JSON files."""
     marks = (LOCK, RUN, STAGE)
     files = (one for one in folder.rglob("*") if not one.is_dir() and not one.name.endswith(".json.part"))
     return all(one.parent == folder and one.name in marks for one in files)
 
 
 def record_of(folder: Path, command: str | None, marker: str = RUN) -> dict[str, Any]:
-    """Return what an earlier run of ``command`` (None: of `grpo-lab train`) records in ``folder``; `{}` for a new one.
-    A ``marker`` other than ``run.json`` belongs to one command alone. Raises ValueError if the folder holds something
-    else, or cannot be written. Writes nothing."""
+    """Return what an earlier run has recorded in ``folder``; `{}` if the folder is new. Nothing is written.
+
+    Args:
+        folder: the output folder.
+        command: name of the command that must have made the run; None: `grpo-lab train`.
+        marker: file that records the run. One other than ``run.json`` belongs to a single command, and the name in it
+            is not compared.
+
+    Raises:
+        ValueError: the folder holds something else, or cannot be written.
+    """
     check_writable(folder)
     found = read_marker(folder / marker)
     if found and (marker != RUN or found.get("pipeline") == command):
@@ -138,13 +158,13 @@ def record_of(folder: Path, command: str | None, marker: str = RUN) -> dict[str,
 
 
 def write_run(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write ``run.json``: what was run, and how far it has come."""
+    """Write ``summary``, what is run and how far it has come, as ``run.json``."""
     write_json(folder / RUN, summary)
 
 
 def read_marker(file: Path, advice: str = RESCUE, needs: Fields | None = None) -> dict[str, Any]:
-    """Return the contents of a file that marks a folder as ours; empty if it does not exist. Raises ValueError, with
-    ``advice``, if it is damaged or lacks a field that it ``needs``."""
+    """Return the contents of a JSON file that marks a folder as ours; `{}` if there is no such file. Raises ValueError,
+    with ``advice``, if it is damaged or lacks a field of ``needs``."""
     if file.is_file():
         return read_record(file, needs, advice)
     return {}
@@ -158,8 +178,8 @@ def problems_in(file: Path) -> int:
 
 
 def kept(recipe: Any) -> str:
-    """Say what a command that Ctrl-C ended has left in its folder: finished stages, samples, the newest checkpoint; of
-    a pipeline also what its unfinished stages have."""
+    """Describe what an unfinished run of ``recipe`` has left in its folder: its finished stages, samples, the newest
+    checkpoint and, of a pipeline, the same of each unfinished stage. "nothing" if it has left nothing."""
     folder: Path = recipe.output_dir
     seconds = read_marker(folder / RUN).get("seconds")
     found = []
@@ -177,7 +197,8 @@ def kept(recipe: Any) -> str:
 
 
 def _half_done(folder: Path) -> list[str]:
-    """Return in words the newest checkpoint, the sampled problems and the answers in ``folder`` and its rounds."""
+    """List in words what unfinished work ``folder`` holds: the newest checkpoint, sampled problems (also of its
+    rounds), and answers of an evaluation."""
     steps = [int(place.name[11:]) for place in folder.glob("checkpoint-*") if place.name[11:].isdigit()]
     found = []
     if steps:

@@ -13,8 +13,10 @@ from grpo_lab.reading import checked_object, json_lines
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]
-    """Appends every log of the main process to ``metrics.jsonl``, with its step. ``beside`` returns numbers that are
-    added to its line, and to no other log."""
+    """Callback that appends each log of the main process to ``metrics.jsonl``, as a line with its optimizer step.
+
+    ``beside``: function whose numbers are added to each line of the file, but to no other log (terminal, trackers).
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -26,9 +28,12 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]
 
 
 def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
-    """Keep the lines of ``metrics.jsonl`` up to ``step``; a resumed run writes the later ones again. If
-    ``evaluation_due``, it also repeats the evaluation at ``step``, whose lines go. Damaged lines at the end, left by a
-    kill, go too. Raises ValueError if an earlier line is damaged."""
+    """Remove the lines of ``metrics.jsonl`` that a run resumed at ``step`` will write again.
+
+    Those are the lines of later steps and, if ``evaluation_due``, of the evaluation at ``step``, which the resumed run
+    repeats. Damaged lines at the end, left by a kill, are removed too. Raises ValueError if a damaged line is followed
+    by one that is kept.
+    """
     if not file.is_file():
         return
     kept: list[int] = []

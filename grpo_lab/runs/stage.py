@@ -1,5 +1,7 @@
-"""What every kind of stage is given (`Workspace`), and what it returns (facts). ``stages/`` has the stages;
-``pipelines/stage_engine.py`` runs them."""
+"""A stage's argument (`Workspace`) and its results (facts).
+
+``stages/`` and ``pipelines/kinds.py`` have the kinds of stage; ``pipelines/stage_engine.py`` runs them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:  # it imports TRL, which a process that starts a lab's cells h
     from grpo_lab.runs.stop_requests import StopRequests
 
 Facts = dict[str, Any]
+"""Results of a stage, name → plain value, as its marker file keeps them."""
 Words = dict[str, str]
+"""Lines of a dry run's plan, title → text."""
 Report = Callable[[Any, str, float | None], None]
 """Function ``report(workspace, stage, seconds)``. It is called with None before a stage, and with the stage's seconds
 after it."""
@@ -26,8 +30,14 @@ console = Terminal()
 
 @dataclass
 class Workspace:
-    """What stages work with: the folder of their files and markers, the requests to ``stop``, and the facts of finished
-    stages. A stage calls ``stop.check`` between two pieces of work, and trains inside ``stop.training``."""
+    """Argument of a stage's ``run``: what it may read and where it writes.
+
+    Attributes:
+        folder: where the stage's files and its marker are.
+        stop: requests to stop. A stage calls ``stop.check`` between two pieces of work, and trains inside
+            ``stop.training``.
+        facts: name of a finished stage → its results.
+    """
 
     folder: Path
     stop: StopRequests
@@ -44,6 +54,6 @@ def __getattr__(name: str) -> Any:
 
 
 def plain_facts(found: Mapping[str, Any] | None) -> Facts:
-    """Return the facts of a stage as plain values, as JSON gives them back."""
+    """Return what a stage has returned (None: nothing) as plain values, as JSON gives them back."""
     plain: Facts = json.loads(json.dumps(dict(found or {}), default=str))
     return plain

@@ -7,8 +7,8 @@ goes on later.
     anything else         ends at once, and is done again
 
 SIGTERM, SIGUSR1, a stop file (``stop_file``, else ``STOP`` in the folder) and ``max_hours`` request a stop. The last
-two are checked before each batch, after each step, and once a second by a thread. Ctrl-C ends everything at once but an
-optimizer step, which ends at the second one.
+two are checked before each batch, after each step, and once a second by a thread. Ctrl-C ends everything at once,
+except a training: it finishes its optimizer step, and a second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -42,14 +42,19 @@ from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingSto
 log = logging.getLogger("grpo_lab")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that request a stop."""
 WAITED = f"{STOP_FILE} ({{}} was there before this start, and is removed now)"
+"""Name of the request by a stop file that was there before its run started."""
 SECONDS_BETWEEN_LOOKS = 1.0
+"""Seconds after which the thread looks again for a stop file and at ``max_hours``."""
 
 
 class Interrupted(Exception):
-    """Raised if the run was asked to stop and has what it needs to go on."""
+    """The run was asked to stop, has stopped, and can be continued by the same command."""
 
     def __init__(self, name: str, step: int | None, folder: Path) -> None:
+        """``name``: of the request; ``step``: the optimizer step whose checkpoint was written, None outside of a
+        training; ``folder``: the run's."""
         if step is None:
             place = "outside of the training"
         else:
@@ -58,7 +63,7 @@ class Interrupted(Exception):
 
 
 class StoppedByUser(KeyboardInterrupt):
-    """Raised for Ctrl-C in a command that reports itself what it kept."""
+    """Ctrl-C ended a command, which reports itself what it has kept (``what``, in words)."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -66,7 +71,16 @@ class StoppedByUser(KeyboardInterrupt):
 
 
 class StopRequests:
-    """Listens for stop requests, as ``with StopRequests(folder, …) as stop:``; without ``with`` it hears no signal."""
+    """Collects the requests to stop a command that works in ``folder``: ``with StopRequests(folder) as stop: …``.
+
+    Inside ``with``, signals count, and a thread looks for the stop file and at ``max_hours``. Outside of it these two
+    count alone, and only where ``asked`` or ``check`` is called.
+
+    Args:
+        folder: the run's folder, which messages name.
+        max_hours: hours since this process began, after which a stop is requested; None: no limit.
+        stop_file: file that requests a stop by being there; None: ``STOP`` in ``folder``.
+    """
 
     def __init__(self, folder: Path, max_hours: float | None = None, stop_file: str | None = None) -> None:
         self.folder = folder
@@ -77,10 +91,10 @@ class StopRequests:
             self.file = Path(stop_file)
         self.name: str | None = None
         self._seen: str | None = None  # the request that the thread found
-        self._held = 0
+        self._held = 0  # how many `defer_signals` are open: above 0, signals do not interrupt
         self._before: Handlers = {}
-        self._over = threading.Event()
-        self._asks = threading.Lock()
+        self._over = threading.Event()  # set when the `with` block ends
+        self._asks = threading.Lock()  # held by the thread while it sends its signal
 
     def __enter__(self) -> StopRequests:
         self._before = handle(self._heard, *SIGNALS)
@@ -96,8 +110,13 @@ class StopRequests:
             put_back(self._before)
 
     def heed_waiting(self, new: bool) -> None:
-        """Handle a stop file that exists at the start. In a ``new`` run, an older file was meant for an earlier run and
-        is removed. Otherwise remove it and raise ``Interrupted``, so that the same command goes on next time."""
+        """Heed a stop file that exists when the run starts.
+
+        If the run is continued, the file was meant for it (a job that waits in a queue): remove the file, so that the
+        same command goes on next time, and raise ``Interrupted``. In a ``new`` run a file that is older than this
+        process was meant for an earlier run: remove it, and go on. A newer one stays, and stops the run at its first
+        check.
+        """
         if not self.file.is_file():
             return
         if not new:
@@ -108,12 +127,13 @@ class StopRequests:
             remove(self.file)
 
     def _heard(self, number: int, frame: Any) -> None:
+        """Handle signal ``number``: record the request, and end the work at once unless signals are deferred."""
         if number == signal.SIGUSR1 and self._seen:
             name = self._seen
         else:
             name = signal.Signals(number).name
         if name == CTRL_C and self.name is not None:
-            raise KeyboardInterrupt  # the second one
+            raise KeyboardInterrupt  # something had asked before: what is deferred ends now
         first = self.name is None
         self.name = self.name or name
         if not self._held:
@@ -122,6 +142,8 @@ class StopRequests:
             log.warning("%s: what is under way is finished and kept first", name)
 
     def _look_now_and_then(self) -> None:
+        """Wait, in a thread, for a stop file or the end of ``max_hours``; then signal SIGUSR1 to this process, whose
+        handler runs in the main thread and can interrupt it."""
         while not self._over.wait(SECONDS_BETWEEN_LOOKS):
             self._seen = self._standing()
             if self._seen is not None:
@@ -131,6 +153,7 @@ class StopRequests:
                 return
 
     def _standing(self) -> str | None:
+        """Return the name of the request that the stop file or ``max_hours`` makes now; None if neither does."""
         late = self.max_hours is not None and hours_of_this_process() >= self.max_hours
         if self.file.is_file():
             return STOP_FILE
@@ -147,6 +170,8 @@ class StopRequests:
             self._leave()
 
     def _leave(self, step: int | None = None) -> None:
+        """End the work: raise ``Interrupted``, or ``StoppedByUser`` after Ctrl-C; remove a stop file. ``step``: the
+        training's last step, for the message."""
         if self.name == CTRL_C:
             where = ""
             if step is not None:
@@ -158,15 +183,18 @@ class StopRequests:
 
     @contextlib.contextmanager
     def defer_stop(self) -> Iterator[None]:
-        """Let no signal interrupt the block; a requested stop happens where it calls ``check``, and at its end."""
+        """Let no signal interrupt the block; a stop that is requested meanwhile happens where the block calls
+        ``check``, or at its end."""
         with self.defer_signals():
             yield
         self.check()
 
     @contextlib.contextmanager
     def defer_signals(self, *more: int) -> Iterator[None]:
-        """Let the signals, and ``more``, record a request without interrupting the block. With Ctrl-C in ``more``, a
-        second one ends the block."""
+        """Let the signals that request a stop, and the signals ``more``, be recorded without interrupting the block.
+
+        With SIGINT in ``more``, Ctrl-C is recorded too, and interrupts the block only after an earlier request.
+        """
         before = {}
         if self._before:
             before = handle(self._heard, *more)
@@ -179,7 +207,12 @@ class StopRequests:
 
     @contextlib.contextmanager
     def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:
-        """Yield the object that runs a training and stops it between steps. Ctrl-C waits for the step's end, too."""
+        """Yield an object that runs a training, ``run(trainer)``, and stops it between two optimizer steps on request.
+
+        Ctrl-C waits for the end of the step, too. ``place``: folder of the checkpoint that a stop leaves;
+        ``identity``: digest of what the training depends on (``identity_of``), by which the next start knows that the
+        checkpoint is its own. Raises ``Interrupted``, or ``StoppedByUser`` after Ctrl-C, if the training was stopped.
+        """
         self.check()
         with self.defer_signals(signal.SIGINT):
             try:
@@ -194,8 +227,11 @@ def identity_of(rows: Any, made_from: Any) -> str:
 
 
 def heed_stop_file(config: Any, folder: Path) -> None:
-    """Raise ``Interrupted``, on every process, if a stop file exists when a run is about to go on. It is meant for this
-    run (a job that waits in a queue). The file is removed, so the same command goes on next time."""
+    """Raise ``Interrupted``, on every process, if a stop file exists when a training run is about to be resumed.
+
+    The file is meant for this run (a job that waits in a queue). It is removed, so that the same command goes on next
+    time. ``config``: the trainer's configuration, which names the file.
+    """
     file = stop_file(config)
     main = PartialState().is_main_process
     if any(gather_object([main and file.exists()])):
@@ -206,8 +242,10 @@ def heed_stop_file(config: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def as_ctrl_c() -> Iterator[list[str]]:
-    """Let SIGTERM and SIGUSR1 end the block as Ctrl-C does, which keeps what can be kept. Yield the list of their
-    names, as they come."""
+    """Let SIGTERM and SIGUSR1 raise KeyboardInterrupt in the block, as Ctrl-C does, so that it keeps what it can.
+
+    Yields a list that holds the names of the signals that have come so far; after a real Ctrl-C it is empty.
+    """
     came: list[str] = []
 
     def heard(number: int, _frame: Any) -> None:
@@ -224,9 +262,13 @@ def as_ctrl_c() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def ended_by_signals(folder: Path, config: Any) -> Iterator[None]:
-    """Handle SIGTERM and SIGUSR1 around `grpo-lab train`: outside of its training they end it at once, with the same
-    exit code. Without checkpoints a signal ends the process. SIGUSR1 is there for launchers (torch elastic) that kill
-    their workers 30 seconds after a SIGTERM (``scripts/slurm/train.sbatch``)."""
+    """Let SIGTERM and SIGUSR1 raise ``Interrupted`` in the block, which is all of `grpo-lab train`.
+
+    During the training itself the trainer's own handlers are in force (``trainer.resume.stop``), and its stop has the
+    same exit code. A recipe that writes no checkpoints keeps the handlers that were there: a signal ends the process.
+    SIGUSR1 is for launchers (torch elastic) that kill their workers 30 seconds after a SIGTERM
+    (``scripts/slurm/train.sbatch``).
+    """
 
     def leave(number: int, _frame: Any) -> None:
         raise Interrupted(signal.Signals(number).name, None, folder)

@@ -1,4 +1,4 @@
-"""Shipped for a team's tests of its own training code: small real models, a tokenizer, a scripted rollout."""
+"""Helpers for a team's tests of its own training code: small real models, a tokenizer, scripted rollouts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ THINKING_TEMPLATE = """\
 {%- endif %}"""
 
 
-# A call of a tool is in GLM-4.5's words: <tool_call>name<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>. The
+# A call of a tool is in GLM-4.5's form: <tool_call>name<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>. The
 # tools' descriptions are not in the prompt: a small model learns from its cold start which there are.
 TOOLS_TEMPLATE = """\
 {%- for message in messages %}
@@ -98,15 +98,19 @@ def tiny_tokenizer(thinking: bool = False, tools: bool = False, words: Sequence[
     * byte-level BPE with Qwen's own rules for cutting text, so every text round-trips (after Qwen's Unicode NFC);
     * a number is its digits, one token each, everywhere (``" 12"`` is a space, ``1``, ``2``);
     * each word of ``grpo_lab.data.word_problems`` is one token, and so are ``####`` and a full stop with its newline;
-    * special tokens and chat template as in Qwen2.5: ``<|im_start|>role\\n…<|im_end|>\\n``; with ``thinking``
-      as in Qwen3, with its blocks and modes: ``<think>``, ``</think>`` and the words of its flags are tokens, too;
-    * with ``tools`` a chat template with calls of tools and their answers, and how TRL reads calls; their tags are
-      tokens;
-    * each of ``words`` is one token.
-
-    Raise ValueError for ``thinking`` with ``tools``, and for a word that Qwen's rules cut.
+    * special tokens and chat template as in Qwen2.5: ``<|im_start|>role\\n…<|im_end|>\\n``.
 
     Its class is the one that ``AutoTokenizer`` gives to every folder with a Qwen2 or Qwen3 model in it.
+
+    Args:
+        thinking: chat template of Qwen3, with its thinking blocks and modes; ``<think>``, ``</think>`` and the words of
+            its flags are tokens, too.
+        tools: chat template with calls of tools and their answers, and the pattern by which TRL reads calls back; their
+            tags are tokens.
+        words: further texts that are one token each.
+
+    Raises:
+        ValueError: both ``thinking`` and ``tools``, or a word that Qwen's rules cut.
     """
     from transformers import AddedToken, Qwen2Tokenizer
 
@@ -145,7 +149,8 @@ def tiny_tokenizer(thinking: bool = False, tools: bool = False, words: Sequence[
 
 
 def _byte_pairs(more: set[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return all 256 bytes, and the merges that make each known piece, and each of ``more``, one token."""
+    """Return the vocabulary (all 256 bytes and all merged tokens → number) and the merges of a byte-pair encoding in
+    which every word of the word problems, and each of ``more``, is one token."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     pieces: set[str] = {"####", ".\n", "system", "user", "assistant", *NAMES, *more}
@@ -192,6 +197,7 @@ def tiny_model(
     """Build a random ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM`` in float32, and a tokenizer with a chat template.
 
     Args:
+        architecture: ``qwen2`` or ``qwen3``.
         num_kv_heads: None for as many as ``num_heads``; fewer gives grouped-query attention.
         intermediate_size: None for ``4 * hidden_size`` (the MLP is gated: three matrices of that width).
         initializer_range: standard deviation of the weights; a narrow model learns faster from 1 / √hidden_size.
@@ -265,15 +271,17 @@ def _load_tokenizer(
 
 @dataclass
 class ScriptedRollout:
-    """A ``rollout_func(prompts, trainer)`` for TRL; completions depend only on a seed, the call and the global row.
+    """A ``rollout_func(prompts, trainer)`` for TRL whose completions are random tokens, drawn without a model.
 
-    So stock TRL and ours, on one process or four, get the very same completions: only the update can make a difference.
+    They depend only on the seed, on how often it was called, and on the row's number over all processes. So stock TRL
+    and ours, on one process or four, get the very same completions: only the update can make a difference.
 
     Args:
-        vocabulary: completions are drawn from these token ids (keep special tokens out).
+        vocabulary: token ids that completions are drawn from (keep special tokens out).
         lengths: completion lengths in tokens, drawn from this list.
         end_id: ends every completion that is not truncated (``None``: never).
         truncated_share: share of completions without ``end_id``.
+        seed: seed of the draws.
         sampler_logps: ``(prompt ids, completion ids) -> log-probs`` of the "sampler", nats (for a sampler correction).
     """
 
@@ -297,7 +305,7 @@ class ScriptedRollout:
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logps}
 
     def completion(self, call: int, row: int) -> list[int]:
-        """Return the token ids of global row ``row`` at generation ``call``."""
+        """Return the completion's token ids in row ``row``, counted over all processes, of call ``call``, from 0."""
         rng = random.Random(f"{self.seed}/{call}/{row}")
         ids = [rng.choice(self.vocabulary) for _ in range(rng.choice(self.lengths))]
         if self.end_id is not None and rng.random() >= self.truncated_share:
