@@ -194,15 +194,16 @@ class Estimates:
     def _memory(self, s: Mapping[str, Any], section: ModelSection, model: Any, launch: Mapping[str, Any]) -> str:
         """Return a clause on the memory of a process: the total, and its parts in GiB. ``s``: the stage's settings, as
         ``flat`` returns them; ``launch``: the content of its accelerate file."""
-        beside = {name: s[name] for name in ("teacher", "short_model", "against") if s.get(name)}
+        beside = {name: (s[name], False) for name in ("teacher", "short_model", "against") if s.get(name)}
         for one in s.get("rewards", ()):
             path = one.arguments.get("model") or ("/" in one.name and ":" not in one.name and one.name)
-            beside |= {f"{one.name}{' in training' if 'every' in one.arguments else ''}": path} if path else {}
-        models = {name: self._model(path)[1] for name, path in beside.items()}
+            trained = "every" in one.arguments
+            beside |= {f"{one.name}{' in training' if trained else ''}": (path, trained)} if path else {}
+        models = {name: self._model(path)[1] for name, (path, _) in beside.items()}
         if missing := [one for one in (model, *models.values()) if isinstance(one, str)]:
             self.open = True
             return f"memory is not known: {missing[0]}"
-        parts = {name: states(one, launch, "training" in name) for name, one in models.items()}
+        parts = {name: states(one, launch, beside[name][1]) for name, one in models.items()}
         h, layers, vocabulary, k, a, _ = sizes(model)
         method = s["method"]
         rows = s.get("batch_size", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,14 @@ def test_tokens_of_rl(settings: dict[str, Any], tokens: int, folders: dict[str, 
     found = Estimates()
     found.of(rl(folders["Qwen/Qwen2.5-0.5B"], **settings))
     assert found.tokens == {"generated": tokens, "trained on": 0}
+
+
+def test_a_reward_model_in_a_folder_called_training_is_not_trained(folders: dict[str, str], tmp_path: Path) -> None:
+    path = folders["Qwen/Qwen2.5-0.5B"]
+    judge = tmp_path / "training" / "judge"
+    shutil.copytree(path, judge)
+    said = Estimates().of(rl(path, max_steps=1, num_generations=4, rewards=[str(judge)]))
+    assert f"({judge} {2 * 494_032_768 / 2**30:.1f}, " in said  # its bfloat16 weights, and no gradients or moments
 
 
 @pytest.mark.not_fast
