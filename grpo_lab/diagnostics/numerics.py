@@ -68,7 +68,7 @@ class Evidence:
         far: the same after more than three quarters of a transcript.
         base: as ``anew``, both without the adapter; None: there is no adapter.
         unused: gap of the engine with the adapter to the trainer without it; None: there is no adapter.
-        template: how the engine renders messages differently; None: to the same tokens.
+        template: how the engine renders messages to other tokens than the trainer; None: it does not.
     """
 
     turns: Mapping[int, Gap]

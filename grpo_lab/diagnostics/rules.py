@@ -280,7 +280,8 @@ def zero_loss(history: History, facts: Facts) -> str | None:
 
 
 def number(window: Window, *names: str) -> float | None:
-    """Return the first of these metrics that the window has, finite or not, else None. TRL logs NaN as None."""
+    """Return the first of these metrics that the window has, finite or not; None if it has none of them. A logged None
+    becomes NaN, since TRL logs NaN as None."""
     for name in names:
         value = window.get(name, False)
         if value is None:

@@ -16,15 +16,17 @@ dr_grpo, reinforce                      1    r − r̄              rows · budg
 mirror_descent                          1    r − r̄              rows
 ======================================  ===  =================  ==========================
 
-Two statements, both true. *Which estimator is unbiased*: α = 1 without σ, whose expectation is ∇E[r] up to a constant;
-1/|o_i| turns the direction wherever length goes with the reward, and 1/σ weighs questions. *Which answers weigh more*:
-the weight of a whole answer is Σ_t |w_{i,t}| = |Â_i| · |o_i|^α / D, so with α = 0 all lengths have the same say, and
-with α = 1 a long answer has as much more as it is longer. "No length bias" is about the estimator, not about influence.
+Two questions have different answers. *Which estimator is unbiased?* The one with α = 1 and without σ: its expectation
+is ∇E[r] up to a constant. A factor 1/|o_i| changes the direction of the expected gradient wherever length and reward
+are correlated, and a factor 1/σ gives questions different weights. *Which answers weigh more?* A whole answer has the
+weight Σ_t |w_{i,t}| = |Â_i| · |o_i|^α / D: with α = 0 answers of all lengths weigh the same, and with α = 1 an answer
+weighs in proportion to its length. "No length bias" is a property of the estimator, and says nothing of an answer's
+influence.
 
-With rewards of 0 and 1 and pass rate p a group's mean |Â| is 2p(1 − p), and 2√(p(1 − p)) where it is divided by σ (of
-the population; with G − 1 in it times √((G − 1)/G)). Source: GRPO (arXiv 2402.03300, eq. 3); Dr.GRPO (arXiv 2503.20783,
-§3.1, §3.2), DAPO (arXiv 2503.14476, eq. 8), GSPO (arXiv 2507.18071, eq. 7), Kimi k1.5 (arXiv 2501.12599, §2.3.2);
-|o|^(α−1) as a family: an unreviewed note.
+With rewards of 0 and 1 and pass rate p a group's mean |Â| is 2p(1 − p), and 2√(p(1 − p)) where it is divided by σ, the
+standard deviation with the divisor G (with G − 1, times √((G − 1)/G)). Sources: GRPO (arXiv 2402.03300, eq. 3), Dr.GRPO
+(arXiv 2503.20783, §3.1, §3.2), DAPO (arXiv 2503.14476, eq. 8), GSPO (arXiv 2507.18071, eq. 7), Kimi k1.5 (arXiv
+2501.12599, §2.3.2). That |o|^(α−1) is a family comes from an unreviewed note.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def word_problems(count: int) -> list[Messages]:
 
 def first_difference(engine: AskedEngine, tokenizer: Any, prompts: Sequence[Messages]) -> str | None:
     """Describe the first place where the engine renders messages to other tokens than the trainer's tokenizer; None if
-    there is none. Compared are the prompts, and one prompt with a call of the tool and its answer."""
+    there is none. All prompts are compared, and one prompt with a call of the tool and its answer."""
     for number, messages in enumerate([*prompts, _with_answer(prompts[0], "7")], start=1):
         ours = rendered(messages, tokenizer)
         theirs = engine.rendered(messages, TOOLS)
@@ -242,9 +242,9 @@ def measure(
 ) -> Evidence:
     """Compare engine and trainer on the tokens that the engine wrote, and on tokens that it draws anew.
 
-    Anew, without its cache, it draws one token after each of up to ``PREFIXES`` prefixes of the transcripts, and as
-    many prefixes that are longer than three quarters of theirs, pairs of neighbouring tokens, and single tokens. If
-    ``model`` has an adapter (a `PeftModel`), the first of these are also compared without it.
+    The latter are single tokens that it draws, without its cache, after up to ``PREFIXES`` of each of these: prefixes
+    of the transcripts, prefixes longer than three quarters of their transcript, pairs of neighbouring tokens, and
+    single tokens. If ``model`` has an adapter (a `PeftModel`), the first of these are also compared without it.
 
     Args:
         model: the trainer's model.

@@ -1,15 +1,15 @@
 """Estimates before a stage runs: the memory of a process, and the most tokens that it generates or trains on.
 
-In bytes, for N parameters (tied ones once), w bytes per weight and R processes (arXiv 1910.02054,
-scripts/memory_table.py):
+In bytes (arXiv 1910.02054, scripts/memory_table.py), for N parameters (tied ones once) of w bytes on R processes, and L
+layers of width h, whose query heads are q wide, key heads k, and MLPs I, with fused attention and a vocabulary V:
 
     trained      4wN: weights, gradients, AdamW's moments (any optimizer counts as it); + 2N: bf16 copies of float32
                  weights; + wN: DDP's buckets. ZeRO-1, 2: 4N + 12N/R. ZeRO-3, FSDP: 16N/R + 4 bytes for each parameter
                  of a layer and the embeddings. LoRA: this for the adapter; its base counts as a frozen model
     frozen       wN, under ZeRO-3 and FSDP wN/R: the reference (β > 0, DPO), a teacher, a reward model, a second model
-    activations  a token: a(L + 1), with gradient checkpointing 4h(L + 1) + a; a = 28h + 8w(q + k) + 4wI (bf16: w = 2),
-                 h wide, L layers, queries q, keys k, MLP I wide, fused attention; head 4Vh, `distill` 40V a token
-    generating   wN; + 12V a row, a for each token of a prompt, 2wLk for each token. vLLM: wN, besides its own memory
+    activations  for each token a(L + 1), with gradient checkpointing 4h(L + 1) + a; a = 28h + 8w(q + k) + 4wI, where w
+                 is 2 under bf16. The LM head takes 4Vh, that of `distill` 40V for each token
+    generating   wN, and without vLLM 12V for each row, a for each token of a prompt, 2wLk for each token of a row
 
 Not counted: what an allocator wastes, the device's context, a colocated engine, a critic, rewards that are no models.
 """

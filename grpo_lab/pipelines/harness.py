@@ -95,7 +95,7 @@ def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = 
 
     Args:
         model: the model that is to be measured, whose chat template and context are used.
-        plan: the evaluation; of its conditions the first.
+        plan: the evaluation, of which the first condition is written.
         folder: the task's folder, whose name becomes the task's.
         tokenizer: folder of another tokenizer; None: the model's own.
 

@@ -65,6 +65,6 @@ def changed_since(folder: Path, record: Mapping[str, Any], settings: Mapping[str
 
 def may_differ(found: Difference) -> bool:
     """Return whether a setting may differ when a run is resumed: it cannot change what the run has done so far, or it
-    belongs to an evaluation, which no weight depends on."""
+    only says what is measured beside the training."""
     beside = found.of("evaluation", "eval_dataset", "model.expected")
     return beside or found.name.partition(".")[0] in CANNOT_CHANGE_THE_PAST

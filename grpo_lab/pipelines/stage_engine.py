@@ -2,9 +2,9 @@
 continues.
 
 A stage is a kind (``pipelines/kinds.py``) with a name, and the folder where it works. Its marker file is a
-``StageRecord``. A stage whose marker says `done` is not done again; any other is done from its beginning (samples are
-kept by their batches, a training by its checkpoint). A stage's random numbers follow from the run's seed, its folder
-and its name. So a run that was killed leaves the same files as one that was not.
+``StageRecord``. A stage whose marker says `done` is not done again. Any other is done from its beginning, except that
+finished batches of samples are kept, and a training continues from its checkpoint. A stage's random numbers follow from
+the run's seed, its folder and its name. So a run that was killed leaves the same files as one that was not.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Trai
     Args:
         recipe: what to train, and how.
         overwrite: replace the run in the folder.
-        resume: has no effect but to contradict ``overwrite``: a run that has begun is always resumed.
+        resume: changes nothing, since a run that has begun is always resumed; refused together with ``overwrite``.
 
     Raises:
         ValueError: a setting is not possible, or the folder is not this run's.

@@ -70,7 +70,7 @@ def earlier_run(
         recipe: the recipe that is to be run now.
         command: name of the command, as ``run.json`` has it.
         overwrite: the run begins anew, whatever an earlier one left.
-        settings: returns of a recipe the settings that two runs of one folder must have in common.
+        settings: ``settings(recipe)`` returns the settings that two runs of one folder must have in common.
         marker: file in the folder that records the run.
 
     Raises:
