@@ -42,11 +42,13 @@ class Diagnosis:
     def line(self) -> str:
         """The diagnosis in one line: "healthy" with the notes, or the first faults with the settings to look at."""
         if self.healthy:
+            now = f" ({self.now})" if self.now else ""
             notes = "".join(f"; {sentence}" for _, sentence in self.notes)
-            return f"step {self.step}: healthy{f' ({self.now})' if self.now else ''}{notes}"
+            return f"step {self.step}: healthy{now}{notes}"
         said = "; ".join(f"{sentence}. Look at {settings}" for _, sentence, settings in self.wrong[:SHOWN])
-        more = self.names[SHOWN:]
-        return f"step {self.step}: {said}" + (f" ({len(more)} more: {', '.join(more)})" if more else "")
+        others = self.names[SHOWN:]
+        more = f" ({len(others)} more: {', '.join(others)})" if others else ""
+        return f"step {self.step}: {said}{more}"
 
 
 def diagnose(history: History, facts: Facts | None = None) -> Diagnosis:
@@ -59,14 +61,24 @@ def diagnose(history: History, facts: Facts | None = None) -> Diagnosis:
     found = [(rule, rule.seen(history, facts or Facts())) for rule in RULES]
     wrong = tuple((rule.name, said, rule.settings) for rule, said in found if said and not rule.healthy)
     notes = tuple((rule.name, said) for rule, said in found if said and rule.healthy)
-    reward, length, entropy = (recent(history, name) for name in ("reward", "completions/mean_length", "entropy"))
+    return Diagnosis(step_of(history[-1]), wrong, notes, _now(history))
+
+
+def _now(history: History) -> str:
+    """Describe reward (beside that of the first window), length and entropy of the last windows, as far as they are
+    logged."""
+    reward = recent(history, "reward")
     first = recent(history[:1], "reward")
-    now = [
-        None if reward is None else f"reward {reward:.3g}" + ("" if first is None else f", first {first:.3g}"),
-        None if length is None else f"length {length:.0f}",
-        None if entropy is None else f"entropy {entropy:.2g}",
-    ]
-    return Diagnosis(step_of(history[-1]), wrong, notes, "; ".join(filter(None, now)))
+    length = recent(history, "completions/mean_length")
+    entropy = recent(history, "entropy")
+    said = []
+    if reward is not None:
+        said.append(f"reward {reward:.3g}" + ("" if first is None else f", first {first:.3g}"))
+    if length is not None:
+        said.append(f"length {length:.0f}")
+    if entropy is not None:
+        said.append(f"entropy {entropy:.2g}")
+    return "; ".join(said)
 
 
 def changes(history: History, facts: Facts | None = None) -> Iterator[Diagnosis]:

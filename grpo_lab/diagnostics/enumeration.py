@@ -58,12 +58,13 @@ class Tree:
         """
         going_on = [token for token in range(vocabulary) if token != end]
         prefixes = [one for n in range(length) for one in itertools.product(going_on, repeat=n)]
-        whole = [(*one, token) for one in prefixes for token in range(vocabulary) if token == end]
-        whole += [(*one, token) for one in itertools.product(going_on, repeat=length - 1) for token in going_on]
-        place = {one: row for row, one in enumerate(prefixes)}
-        padded = [[*one, *[0] * (length - len(one))] for one in whole]
-        drawn_from = [[place[one[:t]] if t < len(one) else 0 for t in range(length)] for one in whole]
-        mask = torch.arange(length) < torch.tensor([[len(one)] for one in whole])
+        ended = [(*one, token) for one in prefixes for token in range(vocabulary) if token == end]
+        truncated = list(itertools.product(going_on, repeat=length))
+        completions = ended + truncated
+        row_of = {one: row for row, one in enumerate(prefixes)}
+        padded = [[*one, *[0] * (length - len(one))] for one in completions]
+        drawn_from = [[row_of[one[:t]] if t < len(one) else 0 for t in range(length)] for one in completions]
+        mask = torch.arange(length) < torch.tensor([[len(one)] for one in completions])
         return Tree(torch.tensor(padded), mask, torch.tensor(drawn_from), len(prefixes), vocabulary)
 
     def logits(self, seed: int, spread: float = 1.0) -> Tensor:
@@ -83,12 +84,12 @@ class Tree:
     def scores(self, logits: Tensor) -> Tensor:
         """Compute the gradient of every token's log-prob with respect to the logits, ``[C, T, rows · V]``: one-hot −
         softmax in the row of the token's prefix, 0 elsewhere and on padding."""
-        found = torch.zeros(*self.mask.shape, self.rows, self.vocabulary, dtype=torch.float64)
-        row, token = (place.expand(self.mask.shape) for place in torch.meshgrid(
-            torch.arange(self.mask.size(0)), torch.arange(self.mask.size(1)), indexing="ij"
-        ))  # fmt: skip
-        found[row, token, self.prefix] = -logits.detach().softmax(-1)[self.prefix]
-        found[row, token, self.prefix, self.tokens] += 1
+        completions, length = self.mask.shape
+        found = torch.zeros(completions, length, self.rows, self.vocabulary, dtype=torch.float64)
+        row = torch.arange(completions).unsqueeze(1)
+        place = torch.arange(length).unsqueeze(0)
+        found[row, place, self.prefix] = -logits.detach().softmax(-1)[self.prefix]
+        found[row, place, self.prefix, self.tokens] += 1
         return found.flatten(2).masked_fill(~self.mask.unsqueeze(-1), 0.0)
 
     def divergence(self, logits: Tensor, reference: Tensor) -> Tensor:

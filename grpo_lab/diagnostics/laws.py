@@ -67,10 +67,9 @@ class Fitted:
         """Return the fit at the row x of X: Σ θ·x, its standard error s·√v with v = xᵀ(XᵀX)⁻¹x, and that of a new point
         measured there, s·√(1 + v)."""
         x = np.array(columns, dtype=np.float64)
-        spread = max(float(x @ self.inverse @ x), 0.0)
-        return Prediction(
-            float(x @ self.theta), self.residual * math.sqrt(spread), self.residual * math.sqrt(1 + spread)
-        )
+        value = float(x @ self.theta)
+        variance = max(float(x @ self.inverse @ x), 0.0)
+        return Prediction(value, self.residual * math.sqrt(variance), self.residual * math.sqrt(1 + variance))
 
 
 def least_squares(points: Points, columns: Callable[[float], Columns], over: str) -> Fitted:
@@ -152,7 +151,8 @@ class OveroptimisationLaw:
 
     def at(self, distance: float) -> Prediction:
         """Predict R(d) − R(0). Raises ValueError for a negative distance."""
-        return self.fit.at((of_best_of_n if self.best_of_n else of_rl)(_distance(distance)))
+        columns = of_best_of_n if self.best_of_n else of_rl
+        return self.fit.at(columns(_distance(distance)))
 
 
 def overoptimisation_law(points: Points, *, best_of_n: bool = False) -> OveroptimisationLaw:
@@ -163,10 +163,12 @@ def overoptimisation_law(points: Points, *, best_of_n: bool = False) -> Overopti
     """
     for distance, _ in points:
         _distance(distance)
-    return OveroptimisationLaw(least_squares(points, of_best_of_n if best_of_n else of_rl, "√KL"), best_of_n)
+    columns = of_best_of_n if best_of_n else of_rl
+    return OveroptimisationLaw(least_squares(points, columns, "√KL"), best_of_n)
 
 
 def _distance(distance: float) -> float:
+    """Return a distance √KL unchanged; raise ValueError if it is negative."""
     if distance < 0:
         raise ValueError(f"a distance √KL is {distance:g}; it is 0 at the start and above 0 elsewhere")
     return distance

@@ -204,8 +204,11 @@ def kl_high(history: History, facts: Facts) -> str | None:
 
 @rule("clip share", "learning_rate, num_iterations, steps_per_generation, epsilon")
 def clipped(history: History, facts: Facts) -> str | None:
-    share = lasting(history, "clip_ratio/region_mean", "cispo_clip_ratio")
-    if share is None or (share := share + (lasting(history, "clip_ratio/delta_mean") or 0.0)) <= CLIPPED:
+    of_region = lasting(history, "clip_ratio/region_mean", "cispo_clip_ratio")
+    if of_region is None:
+        return None
+    share = of_region + (lasting(history, "clip_ratio/delta_mean") or 0.0)
+    if share <= CLIPPED:
         return None
     return f"{share:.0%} of the tokens are clipped: updates are too large"
 
@@ -230,7 +233,8 @@ def entropy_explodes(history: History, facts: Facts) -> str | None:
 
 @rule("length runs away", "objective (dr_grpo has no length bias), rewards (soft_overlong, kimi_length)")
 def length_runs_away(history: History, facts: Facts) -> str | None:
-    start, now = (seen(history, "completions/mean_length") for seen in (at_start, recent))
+    start = at_start(history, "completions/mean_length")
+    now = recent(history, "completions/mean_length")
     before = recent(history[: 1 - LENGTH_WINDOWS], "completions/mean_length")
     if len(history) <= LENGTH_WINDOWS or start is None or now is None or before is None:
         return None
@@ -274,7 +278,9 @@ def zero_loss(history: History, facts: Facts) -> str | None:
     loss = number(history[-1], "loss")
     norm = number(history[-1], "grad_norm")
     once = facts.updates is not None and facts.updates <= 1
-    if facts.own_loss or loss is None or not abs(loss) < ZERO_LOSS or not norm or not once or not math.isfinite(norm):
+    is_zero = loss is not None and abs(loss) < ZERO_LOSS
+    learns = norm is not None and norm != 0 and math.isfinite(norm)
+    if facts.own_loss or not once or not is_zero or not learns:
         return None
     return "loss 0 is right: centred advantages sum to 0 at the one update a batch; watch the reward"
 
@@ -379,9 +385,9 @@ def _late(history: History) -> tuple[list[float], int]:
     while back and step_of(history[back - 1]) >= end - FLAT_STEPS:
         back -= 1
     series = values(history[back:], "reward")
-    if len(series) >= FLAT_WINDOWS:
-        return (series, end - step_of(history[back]))
-    return ([], 0)
+    if len(series) < FLAT_WINDOWS:
+        return [], 0
+    return series, end - step_of(history[back])
 
 
 def _at_ceiling(history: History) -> bool:

@@ -191,13 +191,23 @@ def over_steps(lines: Iterable[Mapping[str, Any]], by: str) -> list[Bucket]:
     whole = {name: sum(one[name] for one in sums) for name in COLUMNS}
     if not all(whole[name] > 0 for name in ("rows", "tokens", "answer_advantage", "token_advantage", "weight")):
         return []
-    found = []
-    for one in sums:
-        if one["rows"] > 0:
-            at = one["tokens" if by == "by_length" else "pass_rate"] / one["rows"]
-            measured, *shares = (one[n] / whole[n] for n in ("weight", "answer_advantage", "token_advantage"))
-            token = whole["tokens"] / one["tokens"]
-            answer = whole["rows"] / one["rows"]
-            expected = [share * of for of in (token, answer) for share in shares]
-            found.append(Bucket(at, measured * token, measured * answer, *expected))
-    return found
+    return [_bucket(one, whole, by) for one in sums if one["rows"] > 0]
+
+
+def _bucket(one: Mapping[str, float], whole: Mapping[str, float], by: str) -> Bucket:
+    """Return the bucket with the sums ``one``, in units of the run's means. ``whole``: the sums of all of the run."""
+    at = one["tokens" if by == "by_length" else "pass_rate"] / one["rows"]
+    measured = one["weight"] / whole["weight"]
+    share_at_0 = one["answer_advantage"] / whole["answer_advantage"]
+    share_at_1 = one["token_advantage"] / whole["token_advantage"]
+    token = whole["tokens"] / one["tokens"]
+    answer = whole["rows"] / one["rows"]
+    return Bucket(
+        at,
+        measured * token,
+        measured * answer,
+        token_at_0=share_at_0 * token,
+        token_at_1=share_at_1 * token,
+        answer_at_0=share_at_0 * answer,
+        answer_at_1=share_at_1 * answer,
+    )

@@ -114,11 +114,7 @@ def _engine(known: argparse.Namespace, options: EngineOptions, model: Any, files
     rank = None
     if files is not None:
         rank = files.max_rank
-    start = engine_factory(
-        replace(options, max_model_len=room),
-        trainer_dtype=model.dtype,
-        max_lora_rank=rank,
-    )
+    start = engine_factory(replace(options, max_model_len=room), trainer_dtype=model.dtype, max_lora_rank=rank)
     arguments = {"logprobs_mode": "processed_logprobs", "max_num_seqs": max(known.prompts, PREFIXES)}
     return ColocatedEngine(start(model=known.model, gpu_memory_utilization=SHARE_OF_GPU, **arguments))
 
@@ -138,7 +134,8 @@ def first_difference(engine: AskedEngine, tokenizer: Any, prompts: Sequence[Mess
         if ours != theirs:
             pairs = zip(ours, theirs, strict=False)
             place = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-            here, there = (repr(tokenizer.decode(ids[place : place + 8])) for ids in (ours, theirs))
+            here = repr(tokenizer.decode(ours[place : place + 8]))
+            there = repr(tokenizer.decode(theirs[place : place + 8]))
             which = f"prompt {number}"
             if number > len(prompts):
                 which = "a prompt with a tool's answer"
@@ -179,7 +176,7 @@ def tool_tokens(tokenizer: Any, prompt: Messages, stops: Sequence[int], room: in
     Raises:
         ValueError: the template writes no end token or no answer, or its header alone takes more than ``room``.
     """
-    table = " ".join(f"{k} times 7 is {7 * k}." for k in range(100 * number, 100 * number + room))
+    table = " ".join(f"{factor} times 7 is {7 * factor}." for factor in range(100 * number, 100 * number + room))
     words = tokenizer(table, add_special_tokens=False)["input_ids"][:room]
     found: list[int] = []
     while words:
@@ -258,10 +255,12 @@ def measure(
     """
 
     def drawn(prefixes: Rows, adapted: bool = True) -> tuple[Rows, list[list[float]]]:
+        """Let the engine draw one token after each prefix; return these tokens and its log-probs of them."""
         written = engine.write(prefixes, 1, cached=False, adapted=adapted)
         return [ids for ids, _ in written], [told for _, told in written]
 
     def gap(prefixes: Rows, ids: Rows, told: Sequence[Sequence[float]]) -> Gap:
+        """Compare the engine's log-probs ``told`` of the tokens ``ids`` after the prefixes with the trainer's."""
         own = trainer_reads(model, prefixes, ids, autocast)
         sync_gap(told, own)  # raises EngineFault
         return Gap.between(np.concatenate(told), np.concatenate(own))

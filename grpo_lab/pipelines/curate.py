@@ -144,14 +144,19 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
         carry_out(stages_of(recipe), filtering)
         report = filtering.selection.report(filtering.notes)
         kept = write_rows(folder, filtering.selection)
+        made = 0
+        sampling = {}
+        if filtering.generator:
+            made = filtering.generator.made
+            sampling = {name: value for name, value in asdict(recipe.sampling).items() if value != {}}
         summary = {
             "name": recipe.name,
             "data": describe(recipe.data),
             "reward": describe(recipe.reward),
             "model": recipe.model.path if recipe.model else None,
             "time": duration(time.perf_counter() - began),
-            "completions of this session": filtering.generator.made if filtering.generator else 0,
-            "sampling": {n: v for n, v in asdict(recipe.sampling).items() if v != {}} if filtering.generator else {},
+            "completions of this session": made,
+            "sampling": sampling,
             "filters": {f.name: describe(getattr(recipe.filters, f.name)) for f in fields(recipe.filters)},
             "versions": versions(),
             "finished": True,
@@ -231,8 +236,8 @@ def _load(recipe: CurationRecipe, asked: Questions, overwrite: bool, here_only: 
     filters = recipe.filters
     by = filters.balance and filters.balance.by
     if by and asked.rows is not None:
-        of = {"kind": filters.kind, "guesses_right": filters.guessable}
-        made = [*(name for name in SCORES if of.get(name, recipe.model) is not None), DOMAIN]
+        made_by = {"kind": filters.kind, "guesses_right": filters.guessable}  # all other scores need the model alone
+        made = [*(name for name in SCORES if made_by.get(name, recipe.model) is not None), DOMAIN]
         own = [name for name in asked.rows.column_names if name not in SCORES]  # an earlier curation's are made anew
         if by not in (*own, *made):
             raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {own}, the scores made here {made}")

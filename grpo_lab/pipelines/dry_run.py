@@ -115,14 +115,14 @@ def _rewards(recipe: Recipe, job: Job, config: Any) -> str:
     own = len(job.rewards)
     if recipe.environment_factory is None:  # an environment's own rewards are known only when it is built
         rewards, config = with_declared_rewards(job.trainer, rewards, config)
-    names = [
-        "/".join(filter(None, (section.arguments.get("for_task"), section.name))) for section in recipe.rewards
-    ] + [reward_name(one) for one in rewards[own:]]
+    names = ["/".join(filter(None, (one.arguments.get("for_task"), one.name))) for one in recipe.rewards]
+    names += [reward_name(one) for one in rewards[own:]]
     weights = config.reward_weights or [1.0] * len(rewards)
     said = []
     for name, reward, weight in zip(names, rewards, weights, strict=False):  # more, where an environment owns some
         schedule = config.lab_settings.reward_schedules.get(reward_name(reward))
-        said.append(f"{name} × {weight_in_words(reward, weight) if schedule is None else schedule.in_words()}")
+        factor = weight_in_words(reward, weight) if schedule is None else schedule.in_words()
+        said.append(f"{name} × {factor}")
     return ", ".join(said[:own] + [f"{one} (added by {recipe.trainer})" for one in said[own:]])
 
 
@@ -134,11 +134,11 @@ def _tasks(job: Job, config: Any) -> dict[str, str]:
     if tasks and job.rows is not None:
         counts.update(job.rows[COLUMN])
     weights = sum(task.weight for task in tasks.values())
-    return {
-        f"task {name}": f"{f'{counts[name]:,} rows' if counts else 'not loaded here'}, weight {task.weight:g}: "
-        f"{task.weight / weights:.1%} of the prompts"
-        for name, task in tasks.items()
-    }
+    lines = {}
+    for name, task in tasks.items():
+        rows = f"{counts[name]:,} rows" if counts else "not loaded here"
+        lines[f"task {name}"] = f"{rows}, weight {task.weight:g}: {task.weight / weights:.1%} of the prompts"
+    return lines
 
 
 def _dropout(recipe: Recipe, config: Any) -> str:
@@ -151,7 +151,8 @@ def _dropout(recipe: Recipe, config: Any) -> str:
     else:
         means = "the update leaves out what it does without any, exact in distribution (update.randomness: "
         means += "same_distribution)"
-    return f"{f'LoRA {rate:g}' if rate else 'that of the model, if any'}; {means}"
+    which = f"LoRA {rate:g}" if rate else "that of the model, if any"
+    return f"{which}; {means}"
 
 
 def _checked(recipe: Recipe, job: Job) -> str:
@@ -207,9 +208,9 @@ def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) 
     own = own_tokenizer(recipe.model)
     if recipe.environment_factory is not None:
         return f"{prompt!r} (the environment goes on with it, and names its tools)"
-    if own is None or isinstance(prompt, str):
-        if isinstance(prompt, str):
-            return repr(prompt)
+    if isinstance(prompt, str):
+        return repr(prompt)
+    if own is None:
         return f"{prompt!r} (the model's chat template is not here)"
     tokenizer = load_tokenizer(dataclasses.replace(recipe.model, tokenizer=own))
     if not tokenizer.chat_template:
@@ -220,4 +221,7 @@ def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) 
 
 def own_tokenizer(section: ModelSection) -> str | None:
     """Return the folder of the recipe's tokenizer, else of its model, if one with a tokenizer is on this machine."""
-    return next((p for p in (section.tokenizer, section.path) if p and (Path(p) / "tokenizer.json").is_file()), None)
+    for place in (section.tokenizer, section.path):
+        if place and (Path(place) / "tokenizer.json").is_file():
+            return place
+    return None

@@ -167,7 +167,8 @@ class PipelineFiles:
     recipe: PipelineRecipe
     entries: Sequence[Entry]
     _said: dict[str, tuple[Any, str, bool]] = field(default_factory=dict)
-    """Stage → stamp of its file (time, size, inode), its part of `pipeline.json`, and whether it is done."""
+    """Stage → stamp of its file (time, size, inode; None: no file), its part of `pipeline.json`, and whether it is
+    done."""
 
     def begin(self) -> None:
         """Write all three files; make the folder if needed."""
@@ -200,7 +201,8 @@ class PipelineFiles:
         except OSError:
             stamp = None
         then, text, done = self._said.get(entry.name, ("", "", False))
-        if then != stamp or not (text and (done or stamp is None)):
+        is_known = then == stamp and (done or stamp is None)
+        if not is_known:
             record = entry.record()
             record.status = state_of(entry.folder.parent, record)
             said = {name: one for name, one in asdict(record).items() if name not in ("left", "taken")}

@@ -21,7 +21,7 @@ from copy import deepcopy
 from dataclasses import fields
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,24 +37,38 @@ from grpo_lab.settings import typed
 from grpo_lab.stages.held_out import conditions_in
 from grpo_lab.trainer.supervised.methods import COLUMNS, FIXED, PAIR, trl_of
 
+Settings = Mapping[str, Any]
+"""All settings of a stage by name, as ``flat`` returns them."""
+GENERATES = (None, "rl", "distill")
+"""Methods (``flat``) whose stage generates completions of its rows' prompts; None: it samples or evaluates."""
 
-def sizes(model: Any, half: bool = False) -> tuple[int, ...]:
-    """Return h, L, V, k and a of the module's formulas, and the number of parameters of a layer and the embeddings.
 
-    ``half``: under bf16 or fp16, so that activations have 2 bytes. The MLP's width is that of the experts that a token
-    passes, where that is larger.
-    """
-    c = model.config.get_text_config()
-    h = c.hidden_size
-    layers = c.num_hidden_layers
-    heads = c.num_attention_heads
-    head = getattr(c, "head_dim", None) or h // heads
-    k = head * (getattr(c, "num_key_value_heads", None) or heads)
-    experts = getattr(c, "moe_intermediate_size", 0) * getattr(c, "num_experts_per_tok", 0)
-    mlp = max(experts, getattr(c, "intermediate_size", None) or 4 * h)
-    a = 28 * h + (2 if half else model.dtype.itemsize) * (8 * (head * heads + k) + 4 * mlp)
-    tables = h * c.vocab_size * (1 if getattr(c, "tie_word_embeddings", True) else 2)
-    return h, layers, c.vocab_size, k, a, tables + (model.num_parameters() - tables) // layers
+class Sizes(NamedTuple):
+    """Sizes of a model, with their letters in the formulas of this module."""
+
+    hidden: int  # h
+    layers: int  # L
+    vocabulary: int  # V
+    keys: int  # k, width of all key heads of a layer
+    activations: int  # a, bytes that a layer keeps for each token
+    gathered: int  # parameters of a layer and of the embeddings
+
+
+def sizes(model: Any, half: bool = False) -> Sizes:
+    """Return the sizes of a model. ``half``: under bf16 or fp16, so that activations have 2 bytes. The width of an MLP
+    of experts is that of the experts which a token passes."""
+    config = model.config.get_text_config()
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    head = getattr(config, "head_dim", None) or hidden // heads
+    keys = head * (getattr(config, "num_key_value_heads", None) or heads)
+    experts = getattr(config, "moe_intermediate_size", 0) * getattr(config, "num_experts_per_tok", 0)
+    mlp = max(experts, getattr(config, "intermediate_size", None) or 4 * hidden)
+    width = 2 if half else model.dtype.itemsize
+    kept = 28 * hidden + width * (8 * (head * heads + keys) + 4 * mlp)
+    embeddings = hidden * config.vocab_size * (1 if getattr(config, "tie_word_embeddings", True) else 2)
+    layer = (model.num_parameters() - embeddings) // config.num_hidden_layers
+    return Sizes(hidden, config.num_hidden_layers, config.vocab_size, keys, kept, embeddings + layer)
 
 
 def states(model: Any, launch: Mapping[str, Any], trained: bool = True, half: bool = False) -> int:
@@ -68,25 +82,29 @@ def states(model: Any, launch: Mapping[str, Any], trained: bool = True, half: bo
     zero = 0
     if kind == "DEEPSPEED":
         zero = (launch.get("deepspeed_config") or {}).get("zero_stage", 2)
-    own = [p for p in model.parameters() if p.requires_grad and trained]
-    n = sum(p.numel() for p in own)
-    weights = sum(p.nbytes for p in own)
-    base = sum(p.nbytes for p in model.parameters()) - weights
+    learning = [p for p in model.parameters() if p.requires_grad and trained]
+    count = sum(p.numel() for p in learning)
+    weights = sum(p.nbytes for p in learning)
+    frozen = sum(p.nbytes for p in model.parameters()) - weights
     if zero == 3 or kind == "FSDP":
-        return (base + 16 * n) // ranks + (4 * sizes(model)[-1] if n else 0)
+        gathered = 4 * sizes(model).gathered if count else 0
+        return (frozen + 16 * count) // ranks + gathered
     if zero:
-        return base + 4 * n + 12 * n // ranks
+        return frozen + 4 * count + 12 * count // ranks
     copies = 0
-    if half and n:
+    if half and count:
         copies = sum(2 * p.numel() for p in model.parameters() if p.itemsize == 4)
-    return base + (5 if str(kind).startswith("MULTI_") else 4) * weights + copies
+    times = 5 if str(kind).startswith("MULTI_") else 4
+    return frozen + times * weights + copies
 
 
 def activations(model: Any, tokens: int, checkpointing: bool, half: bool = False) -> int:
     """Return the bytes that the layers keep for the backward of one forward over ``tokens`` tokens. ``checkpointing``:
     with gradient checkpointing; ``half``: under bf16 or fp16."""
-    h, layers, _, _, a, _ = sizes(model, half)
-    return tokens * (4 * h * (layers + 1) + a if checkpointing else a * (layers + 1))
+    size = sizes(model, half)
+    if checkpointing:
+        return tokens * (4 * size.hidden * (size.layers + 1) + size.activations)
+    return tokens * size.activations * (size.layers + 1)
 
 
 def flat(stage: Any) -> dict[str, Any]:
@@ -141,36 +159,37 @@ class Estimates:
         """Return a line, after a newline, on the memory and the tokens that a stage takes; empty if it uses no model,
         or is of a team's kind.
 
-        Args:
-            kind: the stage with its settings, or a command's recipe.
-            launch: the stage's accelerate file.
-            folder: the folder that the stage works in.
+        ``kind``: the stage with its settings, or a command's recipe; ``launch``: its accelerate file; ``folder``: the
+        folder that it works in.
         """
         if not type(kind).__module__.startswith("grpo_lab."):
             return ""
-        stage = kind.as_read() if hasattr(kind, "as_read") else kind
-        s = flat(stage)
-        said = read_yaml(launch) if launch else {}
-        if s.get("model") is None or not (s["method"] or {"batch_size", "short_model"} & s.keys()):
+        settings = flat(kind.as_read() if hasattr(kind, "as_read") else kind)
+        launched = read_yaml(launch) if launch else {}
+        computes = settings["method"] is not None or {"batch_size", "short_model"} & settings.keys()
+        if settings.get("model") is None or not computes:
             return ""
-        section, model = self._model(s["model"])
-        if s["method"] in ("rl", "reward") and not isinstance(model, str):  # loaded by TRL
-            asked = str((s["model_init_kwargs"] or {}).get("dtype") or "float32")
-            if asked != "auto":
-                model = deepcopy(model).to(getattr(torch, asked))
+        section, model = self._model(settings["model"])
+        if settings["method"] in ("rl", "reward") and not isinstance(model, str):  # loaded by TRL
+            dtype = str((settings["model_init_kwargs"] or {}).get("dtype") or "float32")
+            if dtype != "auto":
+                model = deepcopy(model).to(getattr(torch, dtype))
         self.left[str(folder / getattr(kind, "leaves", {}).get("model", "."))] = section, model
-        return "\n" + "; ".join([self._memory(s, section, model, said), *self._tokens(s, section, said)])
+        memory = self._memory(settings, section, model, launched)
+        return "\n" + "; ".join([memory, *self._tokens(settings, section, launched)])
 
     def in_all(self) -> str:
         """Return a line on all stages so far: the most memory of a process, and the number of tokens."""
         known = []
         if self.most:
-            known = [f"{self.most / 2**30:.1f} GiB a process"]
+            known.append(f"{self.most / 2**30:.1f} GiB a process")
         known += [f"{count:,} tokens {what}" for what, count in self.tokens.items() if count]
-        more = []
+        clauses = []
+        if known:
+            clauses.append(f"at most {', '.join(known)}")
         if self.open:
-            more = ["more where a line says that something is not known"]
-        return "; ".join(([f"at most {', '.join(known)}"] if known else []) + more)
+            clauses.append("more where a line says that something is not known")
+        return "; ".join(clauses)
 
     def _model(self, named: Any) -> tuple[ModelSection, Any]:
         """Return the section of a model, named by a section or a path, and the model without weights, or a text that
@@ -191,84 +210,66 @@ class Estimates:
             self.rows[key] = _rows_and_longest(data, section)
         return self.rows[key]
 
-    def _memory(self, s: Mapping[str, Any], section: ModelSection, model: Any, launch: Mapping[str, Any]) -> str:
-        """Return a clause on the memory of a process: the total, and its parts in GiB. ``s``: the stage's settings, as
-        ``flat`` returns them; ``launch``: the content of its accelerate file."""
-        beside = {name: (s[name], False) for name in ("teacher", "short_model", "against") if s.get(name)}
-        for one in s.get("rewards", ()):
-            path = one.arguments.get("model") or ("/" in one.name and ":" not in one.name and one.name)
-            trained = "every" in one.arguments
-            beside |= {f"{one.name}{' in training' if trained else ''}": (path, trained)} if path else {}
-        models = {name: self._model(path)[1] for name, (path, _) in beside.items()}
-        if missing := [one for one in (model, *models.values()) if isinstance(one, str)]:
+    def _memory(self, settings: Settings, section: ModelSection, model: Any, launch: Mapping[str, Any]) -> str:
+        """Return a clause on the memory of a process: the total, and its parts in GiB. ``launch``: the content of the
+        accelerate file."""
+        others = models_beside(settings)
+        loaded = {name: self._model(path)[1] for name, (path, _) in others.items()}
+        unknown = [one for one in (model, *loaded.values()) if isinstance(one, str)]
+        if unknown:
             self.open = True
-            return f"memory is not known: {missing[0]}"
-        parts = {name: states(one, launch, beside[name][1]) for name, one in models.items()}
-        h, layers, vocabulary, k, a, _ = sizes(model)
-        method = s["method"]
-        rows = s.get("batch_size", 0)
-        width = model.dtype.itemsize
-        length = s.get("max_new_tokens") or s.get("max_completion_length") or 0
+            return f"memory is not known: {unknown[0]}"
+        method = settings["method"]
         prompt = 0
-        if method in (None, "rl", "distill"):
-            prompt = self._prompts(s.get("data"), section)[1]
+        if method in GENERATES:
+            prompt = self._prompts(settings.get("data"), section)[1]
+        rows, length = _at_once(settings)
+        parts = {name: states(one, launch, others[name][1]) for name, one in loaded.items()}
         if method is None:
-            parts["weights"] = states(model, launch, trained=False)
-            writing = rows * (12 * vocabulary + prompt * a + (prompt + length) * 2 * width * layers * k)
-            parts |= {} if s.get("use_vllm") else {"writing": writing}
+            parts |= _when_generating(settings, model, launch, prompt)
         else:
-            rows = s["per_device_train_batch_size"] * (2 if COLUMNS.get(method) == PAIR else 1)
-            if method not in ("rl", "distill"):
-                length = s["max_length"] or 0
-            if section.lora is None and (method == "dpo" or (method == "rl" and s["beta"])):
-                parts["reference"] = states(model, launch, trained=False)
-            tokens = rows * (prompt + length)
-            half = s["bf16"] is not False or bool(s["fp16"])
-            parts["trained"] = states(model, launch, half=half)
-            named = s.get("activation_checkpointing")  # transformers' name from 5.23 on; it takes precedence
-            again = s["gradient_checkpointing"] if named is None else named
-            parts["activations"] = activations(model, tokens, again, half)
-            parts["LM head"] = 40 * vocabulary * tokens if method == "distill" else 4 * vocabulary * h
-        self.most = max(self.most, sum(parts.values()))
-        each = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
+            parts |= _when_training(settings, model, launch, rows * (prompt + length), section.lora is not None)
+        total = sum(parts.values())
+        self.most = max(self.most, total)
         engine = ""
-        if s.get("use_vllm"):
+        if settings.get("use_vllm"):
             engine = ", besides what vLLM takes"
-        count = model.num_parameters()
-        total = sum(parts.values()) / 2**30
-        unknown = ""
-        if method in (None, "rl", "distill") and not prompt and length:
-            unknown = " and the prompt"
         at_once = "rows of any length"
         if length:
-            at_once = f"{rows} × {prompt + length:,} tokens{unknown}"
-        if method == "rl" and isinstance(s["update"], Mapping) and s["update"].get("max_tokens") == "auto":
+            more = " and the prompt" if method in GENERATES and not prompt else ""
+            at_once = f"{rows} × {prompt + length:,} tokens{more}"
+        update = settings.get("update")
+        if method == "rl" and isinstance(update, Mapping) and update.get("max_tokens") == "auto":
             at_once += " or, on a GPU, as many as what is left holds (`update.max_tokens: auto`)"
-        return f"at most {total:.1f} GiB a process{engine}: {count:,} parameters, {at_once} at once ({each})"
+        head = f"at most {total / 2**30:.1f} GiB a process{engine}: {model.num_parameters():,} parameters"
+        each = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
+        return f"{head}, {at_once} at once ({each})"
 
-    def _tokens(self, s: Mapping[str, Any], section: ModelSection, launch: Mapping[str, Any]) -> list[str]:
+    def _tokens(self, settings: Settings, section: ModelSection, launch: Mapping[str, Any]) -> list[str]:
         """Return clauses on the most tokens that are generated, also for held-out rows, and trained on: each is rows ×
         times × tokens."""
-        held_out = s.get("evaluation")
-        rounds = getattr(s.get("rounds"), "count", 1)
+        held_out = settings.get("evaluation")
+        rounds = getattr(settings.get("rounds"), "count", 1)
+        length = settings.get("max_new_tokens") or settings.get("max_completion_length")
         jobs = list[Any]()
-        length = s.get("max_new_tokens") or s.get("max_completion_length")
-        if "section" in s:
-            jobs.append(("generated", s["data"], _answers(s["section"]) * (2 if s["against"] else 1), length))
-        elif "n_samples" in s:
-            jobs.append(("generated", s.get("data"), s["n_samples"] * rounds, length))
-        if guess := getattr(s.get("filters"), "guessable", None):
-            jobs.append(("generated", s["data"], guess.tries, guess.max_new_tokens))
+        if "section" in settings:
+            models = 2 if settings["against"] else 1
+            jobs.append(("generated", settings["data"], _answers(settings["section"]) * models, length))
+        elif "n_samples" in settings:
+            jobs.append(("generated", settings.get("data"), settings["n_samples"] * rounds, length))
+        guess = getattr(settings.get("filters"), "guessable", None)
+        if guess is not None:
+            jobs.append(("generated", settings["data"], guess.tries, guess.max_new_tokens))
         if held_out is not None:
-            steps = s.get("max_steps", 0)
+            steps = settings.get("max_steps", 0)
             every = held_out.every
             each = held_out.max_new_tokens or length
             if every and steps < 1:  # without the number of steps, how often is not known
                 each = None
             times = held_out.before + rounds + (steps // every if every else 0)
             jobs.append(("generated", held_out.data, _answers(held_out) * times, each))
-        if s["method"] is not None:
-            jobs.append(_of_training(s, length, launch.get("num_processes", 1)))
+        if settings["method"] is not None:
+            jobs.append(_of_training(settings, length, launch.get("num_processes", 1)))
         words = []
         for what, data, times, each in jobs:
             count = data if isinstance(data, int) else self._prompts(data, section)[0]
@@ -291,9 +292,8 @@ def _rows_and_longest(data: DataSection, section: ModelSection) -> tuple[int | N
     if rows is None:
         return None, 0
     known = tokenizer_and_config(section, here_only=True)
-    if not known:
-        return len(rows), 0
-    return len(rows), longest_prompt(rows["prompt"], known[0])
+    longest = longest_prompt(rows["prompt"], known[0]) if known else 0
+    return len(rows), longest
 
 
 def _answers(section: EvaluationSection) -> int:
@@ -301,34 +301,99 @@ def _answers(section: EvaluationSection) -> int:
     return len(conditions_in(section)) * (1 + section.n_samples)
 
 
-def _of_training(s: Mapping[str, Any], length: int | None, ranks: int) -> tuple[str, Any, int, int | None]:
+def models_beside(settings: Settings) -> dict[str, tuple[str, bool]]:
+    """Return the models that a stage holds beside its own: name → path, and whether it is trained, as a reward model
+    may be. A reward's model is its argument ``model``, or its name if that is a path."""
+    found = {name: (settings[name], False) for name in ("teacher", "short_model", "against") if settings.get(name)}
+    for reward in settings.get("rewards", ()):
+        is_path = "/" in reward.name and ":" not in reward.name
+        path = reward.arguments.get("model") or (reward.name if is_path else None)
+        trained = "every" in reward.arguments
+        if path:
+            found[f"{reward.name}{' in training' if trained else ''}"] = (path, trained)
+    return found
+
+
+def _at_once(settings: Settings) -> tuple[int, int]:
+    """Return how many rows are computed at once, and the most tokens of each (0: not known). Where completions are
+    generated, their prompts are not among these tokens."""
+    method = settings["method"]
+    rows = settings.get("batch_size", 0)
+    if method is not None:
+        rows = settings["per_device_train_batch_size"] * _rows_of_a_row(method)
+    length = settings.get("max_new_tokens") or settings.get("max_completion_length")
+    if method not in GENERATES:
+        length = settings["max_length"]
+    return rows, length or 0
+
+
+def _rows_of_a_row(method: str) -> int:
+    """Return how many rows the model reads for each row of the data: two for a pair of answers."""
+    return 2 if COLUMNS.get(method) == PAIR else 1
+
+
+def _when_generating(settings: Settings, model: Any, launch: Mapping[str, Any], prompt: int) -> dict[str, int]:
+    """Return the bytes of a stage that trains nothing: weights and, without vLLM, logits and cache of its rows.
+    ``prompt``: tokens of the longest prompt."""
+    parts = {"weights": states(model, launch, trained=False)}
+    if not settings.get("use_vllm"):
+        size = sizes(model)
+        rows, length = _at_once(settings)
+        cache = (prompt + length) * 2 * model.dtype.itemsize * size.layers * size.keys
+        parts["writing"] = rows * (12 * size.vocabulary + prompt * size.activations + cache)
+    return parts
+
+
+def _when_training(
+    settings: Settings, model: Any, launch: Mapping[str, Any], tokens: int, has_adapter: bool
+) -> dict[str, int]:
+    """Return the bytes of a training: the reference, the states of the trained model, activations and LM head of one
+    micro-batch of ``tokens`` tokens. A model with an adapter is its own reference."""
+    method = settings["method"]
+    parts = {}
+    if not has_adapter and (method == "dpo" or (method == "rl" and settings["beta"])):
+        parts["reference"] = states(model, launch, trained=False)
+    half = settings["bf16"] is not False or bool(settings["fp16"])
+    parts["trained"] = states(model, launch, half=half)
+    checkpointing = settings.get("activation_checkpointing")  # transformers' name from 5.23 on; it takes precedence
+    if checkpointing is None:
+        checkpointing = settings["gradient_checkpointing"]
+    parts["activations"] = activations(model, tokens, checkpointing, half)
+    size = sizes(model)
+    parts["LM head"] = 40 * size.vocabulary * tokens if method == "distill" else 4 * size.vocabulary * size.hidden
+    return parts
+
+
+def _of_training(settings: Settings, length: int | None, ranks: int) -> tuple[str, Any, int, int | None]:
     """Return what a training does with tokens ("generated" or "trained on"), its rows, how often it takes each, and the
     most tokens each time (None: not known).
 
-    The rows are a section, None if their number is not known, or 1 if the number of times already counts all of them.
+    The rows are a section, None if their number is not known, or 1 if the times are already those of all rows.
     ``length``: most tokens of a completion; ``ranks``: number of processes.
     """
-    method = s["method"]
-    steps = s["max_steps"]
-    times = ceil(s["num_train_epochs"])
-    together = s["per_device_train_batch_size"] * ranks
-    accumulated = s["gradient_accumulation_steps"]
+    method = settings["method"]
+    steps = settings["max_steps"]
+    together = settings["per_device_train_batch_size"] * ranks
+    accumulated = settings["gradient_accumulation_steps"]
     if steps > 0:
         rows: Any = 1
         times = steps * together * accumulated
     else:
-        rows = None if {"rows", "n_samples"} & s.keys() else s["data"]
+        rows = None if {"rows", "n_samples"} & settings.keys() else settings["data"]
+        times = ceil(settings["num_train_epochs"])
     if method == "rl":
-        update = s["update"]
-        batch = s["generation_batch_size"] or together * (s["steps_per_generation"] or accumulated)
+        batch = settings["generation_batch_size"] or together * (settings["steps_per_generation"] or accumulated)
         if steps > 0:
-            times = ceil(times / batch / s["num_iterations"]) * batch
+            times = ceil(times / batch / settings["num_iterations"]) * batch
         else:
-            times *= s["num_generations"]
-        again = isinstance(update, Mapping) and update.get("dead_groups") == "resample" and update.get("max_rounds", 4)
-        return "generated", rows, times * (again or 1), length
-    if method == "distill" and s["tokens"] is not None:  # it ends with the first log after so many tokens
-        return "generated", 1, 1, s["tokens"] + together * accumulated * ceil(s["logging_steps"]) * (length or 0)
+            times *= settings["num_generations"]
+        update = settings["update"]
+        if isinstance(update, Mapping) and update.get("dead_groups") == "resample":
+            times *= update.get("max_rounds", 4) or 1
+        return "generated", rows, times, length
+    if method == "distill" and settings["tokens"] is not None:  # it ends with the first log after so many tokens
+        until_the_log = together * accumulated * ceil(settings["logging_steps"])
+        return "generated", 1, 1, settings["tokens"] + until_the_log * (length or 0)
     if method == "distill":
         return "generated", rows, times, length
-    return "trained on", rows, times * (2 if COLUMNS[method] == PAIR else 1), s["max_length"]
+    return "trained on", rows, times * _rows_of_a_row(method), settings["max_length"]

@@ -184,25 +184,12 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
             "give one of --data (file, gsm8k, math, humaneval, mbpp, one that is made: word_problems, …) and --like "
             "(a run's folder, or a recipe)"
         )
-    written: dict[str, Any]
     if known.like is not None:
         plan = held_out_like(known.like)
         data = plan.section.data
         written = {"loader": data.loader, "template": data.template, "limit": data.limit, **data.arguments}
     else:
-        judge = {**READ, **MADE}.get(said["data"], STRICT_ACCURACY.name)
-        if judge == STRICT_ACCURACY.name:
-            reward = STRICT_ACCURACY
-        else:
-            reward = RewardSection(judge)
-        plan = HeldOut(
-            EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=BATCH_SIZE), NEW_TOKENS, 0
-        )
-        written = {"loader": said["data"]}
-        if "split" in loader_signature(said["data"], "--data").parameters:
-            written["split"] = "test"
-        if said["data"] in MADE:
-            written["n"] = said.get("limit", 500)
+        plan, written = _of_data(said)
     section = replace(plan.section, data=with_every_argument(read(DataSection, {**written, **rows}, "--data")))
     given = {name: said[name] for name in _GIVEN if name in said}
     if "tools" in said:
@@ -224,6 +211,20 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
         judge_arguments = {**section.reward.arguments, "mode": said["mode"]}
         section = replace(section, reward=replace(section.reward, arguments=judge_arguments))
     return HeldOut(section, section.max_new_tokens or plan.max_new_tokens, said.get("seed", plan.seed))
+
+
+def _of_data(said: Mapping[str, Any]) -> tuple[HeldOut, dict[str, Any]]:
+    """Return the evaluation that the option ``--data`` means by itself, and its rows as a recipe has them."""
+    loader = said["data"]
+    judge = {**READ, **MADE}.get(loader, STRICT_ACCURACY.name)
+    reward = STRICT_ACCURACY if judge == STRICT_ACCURACY.name else RewardSection(judge)
+    written = {"loader": loader}
+    if "split" in loader_signature(loader, "--data").parameters:
+        written["split"] = "test"
+    if loader in MADE:
+        written["n"] = said.get("limit", 500)
+    section = EvaluationSection(DataSection(loader, "chat"), reward, batch_size=BATCH_SIZE)
+    return HeldOut(section, NEW_TOKENS, 0), written
 
 
 def with_every_argument(section: DataSection) -> DataSection:
@@ -263,14 +264,19 @@ def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) 
 
     begun = any(_ANSWERS.fullmatch(one.name) for one in folder.glob("*"))
 
-    def ours(file: Path) -> bool:
+    def is_ours(file: Path) -> bool:
+        """Return whether an evaluation may have left this file, or folder."""
+        if file.is_dir() and not file.is_symlink():
+            return True
         name = file.name.removesuffix(".part")
-        beside = file.parent == folder
-        found = (beside and name in ("report.html", LOCK, SWEEP)) or (file.is_dir() and not file.is_symlink())
-        return found or ((beside or begun) and _ANSWERS.fullmatch(name) is not None)
+        on_top = file.parent == folder
+        if on_top and name in ("report.html", LOCK, SWEEP):
+            return True
+        return (on_top or begun) and _ANSWERS.fullmatch(name) is not None
 
-    if found := sorted(str(one.relative_to(folder)) for one in islice(filterfalse(ours, folder.rglob("*")), 5)):
-        raise ValueError(f"--output {str(folder)!r} holds something else ({', '.join(found)}); choose a new folder")
+    others = sorted(str(one.relative_to(folder)) for one in islice(filterfalse(is_ours, folder.rglob("*")), 5))
+    if others:
+        raise ValueError(f"--output {str(folder)!r} holds something else ({', '.join(others)}); choose a new folder")
     stale = [one for one in folder.glob("*") if begun and one.is_dir() and one.name not in conditions]
     ended = (folder / "summary.json").is_file() and not (folder / LOCK).exists()  # a kill leaves the lock
     if not overwrite and (stale or (ended and EvaluationResult.read(folder).stopped is None)):
@@ -295,7 +301,8 @@ def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:
         own = with_every_argument(held_out_like(known.model).section.data)
     except ValueError:
         return ""
-    there, here = ({**one.arguments, "template": one.template, "limit": one.limit} for one in (own, data))
+    there = {**own.arguments, "template": own.template, "limit": own.limit}
+    here = {**data.arguments, "template": data.template, "limit": data.limit}
     other = [f"{name} {there[name]}" for name in there if there[name] is not None and there[name] != here.get(name)]
     if own.loader != data.loader or not other:
         return ""
@@ -304,8 +311,9 @@ def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:
 
 def _value(name: str, text: str) -> Any:
     """Read the text of the option ``name`` as YAML. For `steps` and `families`, `1,3` is a list, as `[1, 3]` is."""
-    listed = name in ("data.steps", "data.families") and not text.startswith("[")
-    return next(iter(parse_overrides([f"--{name}={f'[{text}]' if listed else text}"]).values()))
+    if name in ("data.steps", "data.families") and not text.startswith("["):
+        text = f"[{text}]"
+    return next(iter(parse_overrides([f"--{name}={text}"]).values()))
 
 
 def _told(text: str) -> dict[str, Any]:
@@ -344,10 +352,8 @@ def held_out_like(run: str | Path) -> HeldOut:
     path = Path(run)
     file = path / "recipe.yaml" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(
-            f"--like {str(run)!r}: {'it has no recipe.yaml' if path.is_dir() else 'no such folder or file'}; it "
-            "takes the output folder of `grpo-lab train`, or a recipe"
-        )
+        wrong = "it has no recipe.yaml" if path.is_dir() else "no such folder or file"
+        raise ValueError(f"--like {str(run)!r}: {wrong}; it takes the output folder of `grpo-lab train`, or a recipe")
     written = read_yaml(file)
     modules_beside(file)
     section = written.get("evaluation")

@@ -108,14 +108,14 @@ def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = 
     found = tokenizer_and_config(ModelSection(path=model, tokenizer=tokenizer), here_only=False)
     if found is None:
         raise ValueError(f"{model!r} is an adapter, of which there is no chat template or context here; merge it first")
-    words = found[0]
-    context = context_of_config(found[1])
+    own_tokenizer, config = found
+    context = context_of_config(config)
     reward = {"name": plan.section.reward.name, **plan.section.reward.arguments}
-    _judge(json.dumps(reward))
+    _judge(json.dumps(reward))  # raises ValueError if it cannot be built
     way = next(iter(conditions_in(plan.section).values()))
     rows = load_rows(replace(plan.section.data, template=way.template), "evaluation.data").to_list()
     template_kwargs = template_kwargs_in(plan.section, way)
-    prompts = [render_prompt(row["prompt"], words, template_kwargs) for row in rows]
+    prompts = [render_prompt(row["prompt"], own_tokenizer, template_kwargs) for row in rows]
     fits = [context is None or len(one.ids) + plan.max_new_tokens <= context for one in prompts]
     if context is not None and not any(fits):
         raise ValueError(too_long("shortest", min(len(one.ids) for one in prompts), plan.max_new_tokens, context))
@@ -124,7 +124,7 @@ def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = 
         for row, one in compress(zip(rows, prompts, strict=True), fits)
     ]
     # false where the tokenizer would put a BOS before a text in which the chat template has written its own tokens
-    bos = all(list(words(one.text)["input_ids"]) == one.ids for one in compress(prompts, fits))
+    bos = all(list(own_tokenizer(one.text)["input_ids"]) == one.ids for one in compress(prompts, fits))
     arguments = f"pretrained={model}" + ("" if tokenizer is None else f",tokenizer={tokenizer}")
     arguments += "" if bos else ",add_bos_token=False"
     command = f"lm_eval --model hf --model_args {arguments} --include_path {folder} --tasks {name} --log_samples"

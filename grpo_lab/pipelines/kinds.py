@@ -91,10 +91,10 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
             return ", ".join(f"{name} {value}" for name, value in plain.items())
 
         def run(self, workspace: Workspace) -> Facts:
+            folder = workspace.folder
+            recipe = read_recipe({"name": folder.name, **self.recipe, "output_dir": str(folder)})
             try:
-                return facts(
-                    do(read_recipe({"name": workspace.folder.name, **self.recipe, "output_dir": str(workspace.folder)}))
-                )
+                return facts(do(recipe))
             except Interrupted:  # `check` raises the pipeline's own, if it was asked too
                 workspace.stop.check()
                 raise
@@ -112,6 +112,7 @@ def _of_training(done: TrainingOutcome) -> Facts:
 
 
 def _measured(done: TrainingOutcome | Shortened) -> Facts:
+    """Return accuracy and mean completion length (tokens) of the evaluation at the end, if there was one."""
     found = done.after
     if found and found.accuracy:
         return {"accuracy": found.accuracy.value, "length": found.mean_length}

@@ -123,7 +123,8 @@ def _mark(folder: RunFolder) -> dict[str, Any]:
         write_run(folder.place, record)
     if folder.is_measured_anew:
         shutil.rmtree(folder.place / "evaluation", ignore_errors=True)
-    for name in {"/".join(one.split("/")[:2]) for one in folder.gone if one.startswith(MEASURED)}:
+    incomplete = {"/".join(one.split("/")[:2]) for one in folder.gone if one.startswith(MEASURED)}
+    for name in incomplete:  # such as evaluation/before
         shutil.rmtree(folder.place / name, ignore_errors=True)  # half of an evaluation is of no use
     write_whole_text(folder.place / "recipe.yaml", written(folder.settings))
     for one in folder.changed:
@@ -166,21 +167,24 @@ def _clear_after(folder: RunFolder, newest: Path | None, passed: Sequence[str]) 
     shutil.rmtree(folder.place / SAVING, ignore_errors=True)
     if newest is not None:
         console.print(f"going on from {newest.name}")
-        if other := other_releases(folder.record):
+        others = other_releases(folder.record)
+        if others:
             said = "resumed with other releases, so numbers need not be those of a whole run to the bit: %s"
-            log.warning(said, "; ".join(other))
+            log.warning(said, "; ".join(others))
     elif "parameters" in folder.record:  # written when the training began
         said = f"{folder.place} has no whole checkpoint: training starts again at its first step"
         console.print(said, soft_wrap=True)
-    due = newest is not None and "evaluation_due" in read_state(newest).entries
+    step = -1 if newest is None else step_of(newest)
+    evaluation_due = newest is not None and "evaluation_due" in read_state(newest).entries
     for name in ("metrics.jsonl", TOKEN_WEIGHTS):
-        cut_metrics(folder.place / name, -1 if newest is None else step_of(newest), due)
+        cut_metrics(folder.place / name, step, evaluation_due)
 
 
 def set_aside(folder: Path, newest: Path | None) -> None:
     """Rename the checkpoints that are newer than ``newest`` (None: all) to `broken-checkpoint-<step>`, so that nothing
     finds them: their steps will be done, and saved, again."""
+    last = -1 if newest is None else step_of(newest)
     for checkpoint in folder.glob("checkpoint-*"):
-        if step_of(checkpoint) > (-1 if newest is None else step_of(newest)):
-            names = (f"broken-{checkpoint.name}{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
-            checkpoint.rename(next(folder / name for name in names if not (folder / name).exists()))
+        if step_of(checkpoint) > last:
+            places = (folder / f"broken-{checkpoint.name}{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
+            checkpoint.rename(next(place for place in places if not place.exists()))

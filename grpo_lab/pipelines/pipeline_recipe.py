@@ -79,8 +79,9 @@ class PipelineRecipe:
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.stages]
-        if twice := [name for name in names if names.count(name) > 1 or name in ("run", "pipeline", "slurm")]:
-            raise ValueError(f"`stages` has {twice[0]!r} twice, or it is a name of the folder's own; choose another")
+        taken = [name for name in names if names.count(name) > 1 or name in ("run", "pipeline", "slurm")]
+        if taken:
+            raise ValueError(f"`stages` has {taken[0]!r} twice, or it is a name of the folder's own; choose another")
 
     def in_order(self) -> list[StageSection]:
         """List the stages in the order in which they run: each after those that it takes inputs from, and otherwise in
@@ -88,7 +89,8 @@ class PipelineRecipe:
         named = {one.name: one for one in self.stages}
         for one in self.stages:
             for setting, wanted in one.inputs.items():
-                if (before := wanted.partition(".")[0]) not in named:
+                before = wanted.partition(".")[0]
+                if before not in named:
                     raise ValueError(
                         f"`stages`: {one.name!r} takes `{setting}` from {wanted!r}, and no stage is called {before!r}"
                         f"{did_you_mean(before, named)}"
@@ -100,8 +102,8 @@ class PipelineRecipe:
         ordered: dict[str, StageSection] = {}
         while len(ordered) < len(named):
             ready = (one for one in self.stages if one.name not in ordered and ordered.keys() >= {*one.before})
-            one = next(ready)
-            ordered[one.name] = one
+            first = next(ready)
+            ordered[first.name] = first
         return list(ordered.values())
 
 
@@ -111,10 +113,8 @@ def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", besi
     ``default_name``: its name if it has none. ``beside``: folder of the recipe's file; a file that a stage names is
     looked for in the working directory, then there. Raises ValueError for an unknown key or a missing section.
     """
-    if "stage" in given and "stages" not in given:  # a file of one stage
-        kept = {name: value for name, value in given.items() if name not in ("name", "output_dir")}
-        given = {**{name: given[name] for name in ("name", "output_dir") if name in given}, "stages": [kept]}
-        kept["name"] = str(kept["stage"]).replace(":", "-").replace(".", "-")
+    if "stage" in given and "stages" not in given:
+        given = _of_one_stage(given)
     stages = given.get("stages")
     if isinstance(stages, list):
         given = {**given, "stages": [_entry(one, beside) if isinstance(one, Mapping) else one for one in stages]}
@@ -123,16 +123,29 @@ def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", besi
     return read(PipelineRecipe, named)
 
 
+def _of_one_stage(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a file of one stage as that of a pipeline. ``name`` and ``output_dir`` are the pipeline's; the stage is
+    named after its kind."""
+    of_pipeline = ("name", "output_dir")
+    stage = {key: value for key, value in given.items() if key not in of_pipeline}
+    stage["name"] = str(stage["stage"]).replace(":", "-").replace(".", "-")
+    return {**{key: given[key] for key in of_pipeline if key in given}, "stages": [stage]}
+
+
 def _entry(one: Mapping[str, Any], beside: Path) -> dict[str, Any]:
     """Return an entry of ``stages`` with the settings of the file that its ``recipe`` names, if it names one. Settings
     of the entry itself replace those of the file."""
     own = {name: value for name, value in one.items() if name in OWN}
     stage = f"stages.{one.get('name', '?')}"
-    own |= {name: _file(own[name], f"{stage}.{name}", beside) for name in ("recipe", "launch") if own.get(name)}
-    if not (file := own.pop("recipe", None)):
+    for name in ("recipe", "launch"):
+        if own.get(name):
+            own[name] = _file(own[name], f"{stage}.{name}", beside)
+    file = own.pop("recipe", None)
+    if not file:
         return {**one, **own}
     found = read_yaml(file, {name: value for name, value in one.items() if name not in OWN})
-    return {**{name: value for name, value in found.items() if name not in ("name", "output_dir")}, **own}
+    of_kind = {name: value for name, value in found.items() if name not in ("name", "output_dir")}
+    return {**of_kind, **own}
 
 
 def _file(name: Any, setting: str, beside: Path) -> str:

@@ -235,44 +235,63 @@ def plan_of_pipeline(
         raise ValueError("`grpo-lab pipeline` runs in one process; a stage's `launch` names an accelerate file for it")
     entries = entries_of(recipe)
     earlier_run(recipe, PIPELINE, overwrite, plain_recipe)
-    named = {one.name: one for one in entries}
-    if only is not None and only not in named:
-        raise ValueError(f"`--only` is {only!r}; the stages are {list(named)}")
+    names = [one.name for one in entries]
+    if only is not None and only not in names:
+        raise ValueError(f"`--only` is {only!r}; the stages are {names}")
     if only is not None and overwrite:
         raise ValueError("--overwrite begins the whole pipeline anew, --only does one stage: give one of them")
-    stands = dict.fromkeys(named, Standing(NEW, "new"))
+    stands = dict.fromkeys(names, Standing(NEW, "new"))
     if not overwrite and not launched:
         records = {one.name: one.record() for one in entries}
         stands = survey(recipe.output_dir, {one.name: one.asked for one in entries}, records)
-    for name in named[only].asked.before if only is not None else ():
-        if stands[name].state != NOTHING:
-            said = f"stage {name!r}, which it reads, is not done in {recipe.output_dir} ({stands[name].why})"
-            raise ValueError(f"`--only {only}`: {said}; `grpo-lab pipeline run` without it does both")
+    if only is not None:
+        _check_inputs(entries[names.index(only)], stands)
     plan: dict[str, str] = {}
-    mistakes: list[Exception] = []
-    estimates = Estimates()
-    outlook = Outlook(here_only=not run)
-    with asking_the_hub_once():
-        for one in [] if launched else entries:  # the pipeline that launched this process has checked all
-            try:
-                if only in (None, one.name) and not (run and stands[one.name].state == NOTHING):
-                    words = outlook.words(one.name, one.kind, one.section.launch)
-                    plan[f"{one.number}. {one.name}"] = ": ".join(filter(None, [one.section.stage, words]))
-                takes = ""
-                if not run:
-                    takes = estimates.of(one.kind, one.section.launch, one.folder)
-                if f"{one.number}. {one.name}" in plan:
-                    plan[f"{one.number}. {one.name}"] += takes
-            except ValueError as error:
-                mistakes.append(error)
-            with suppress(ValueError):  # the mistake is in the list already
-                outlook.leave(one.kind, one.folder)
-    if mistakes:
-        raise all_of(mistakes)
-    plan |= {} if run else {"in all": estimates.in_all()}
+    if not launched:  # else the pipeline that launched this process has checked all stages
+        plan = _plan_of_stages(entries, stands, only, run)
     done = [name for name, one in stands.items() if one.state == NOTHING]
     left = [f"{name} ({one.why})" for name, one in stands.items() if one.state != NOTHING]
     more = {}
     if any(one.state != NEW for one in stands.values()) and left:
         more = {"to do": ", ".join(left)}
     return {**plan, "done already": ", ".join(done) or "nothing", **more, "output folder": str(recipe.output_dir)}
+
+
+def _check_inputs(only: Entry, stands: Mapping[str, Standing]) -> None:
+    """Raise ValueError if a stage is not done that the stage ``only``, which is to be done alone, takes inputs from."""
+    for name in only.asked.before:
+        if stands[name].state != NOTHING:
+            said = f"stage {name!r}, which it reads, is not done in {only.folder.parent} ({stands[name].why})"
+            raise ValueError(f"`--only {only.name}`: {said}; `grpo-lab pipeline run` without it does both")
+
+
+def _plan_of_stages(
+    entries: Sequence[Entry], stands: Mapping[str, Standing], only: str | None, run: bool
+) -> dict[str, str]:
+    """Check the stages; return a line for each and, in a dry run, one on all of them. Raises one ValueError with all
+    mistakes. The arguments are those of ``plan_of_pipeline``."""
+    plan: dict[str, str] = {}
+    mistakes: list[Exception] = []
+    estimates = Estimates()
+    outlook = Outlook(here_only=not run)
+    with asking_the_hub_once():
+        for one in entries:
+            title = f"{one.number}. {one.name}"
+            is_done = stands[one.name].state == NOTHING
+            try:
+                if only in (None, one.name) and not (run and is_done):
+                    words = outlook.words(one.name, one.kind, one.section.launch)
+                    plan[title] = ": ".join(filter(None, [one.section.stage, words]))
+                if not run:  # also of stages that have no line: a later one may use their model
+                    takes = estimates.of(one.kind, one.section.launch, one.folder)
+                    if title in plan:
+                        plan[title] += takes
+            except ValueError as error:
+                mistakes.append(error)
+            with suppress(ValueError):  # the mistake is in the list already
+                outlook.leave(one.kind, one.folder)
+    if mistakes:
+        raise all_of(mistakes)
+    if not run:
+        plan["in all"] = estimates.in_all()
+    return plan

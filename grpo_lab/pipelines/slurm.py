@@ -40,20 +40,26 @@ def write_batch_scripts(recipe: PipelineRecipe) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     PipelineFiles(recipe, entries_of(recipe)).begin()
     lines = ["#!/bin/bash", "# Submits the stages, each after those that it reads: bash slurm/submit.sh", "set -eu"]
-    for one in recipe.in_order():
-        script = folder / f"{one.name}.sbatch"
-        ours = {"job-name": f"{recipe.name}-{one.name}", "output": str(folder / f"{one.name}-%j.log"), **ASKED_EARLIER}
-        options = {**ours, **recipe.slurm, **one.slurm}.items()
+    for stage in recipe.in_order():
+        script = folder / f"{stage.name}.sbatch"
+        log = str(folder / f"{stage.name}-%j.log")
+        ours = {"job-name": f"{recipe.name}-{stage.name}", "output": log, **ASKED_EARLIER}
+        options = {**ours, **recipe.slurm, **stage.slurm}.items()
         said = "\n".join(f"#SBATCH --{name}{'' if value is True else f'={value}'}" for name, value in options)
-        command = shlex.join([sys.executable, *words_of_stage(recipe, one.name)])
+        command = shlex.join([sys.executable, *words_of_stage(recipe, stage.name)])
         write_whole_text(script, JOB.format(options=said, command=command))
-        job, *before = (f"job_{name.replace('-', '_')}" for name in (one.name, *one.before))
-        after = ":".join(f"${{{name}}}" for name in before)
         waits = []
-        if after:
-            waits = [f'"--dependency=afterok:{after}"', "--kill-on-invalid-dep=yes"]
+        if stage.before:
+            jobs = ":".join(f"${{{_variable(name)}}}" for name in stage.before)
+            waits = [f'"--dependency=afterok:{jobs}"', "--kill-on-invalid-dep=yes"]
         words = ["sbatch", "--parsable", *waits, shlex.quote(str(script))]
-        lines += [f"{job}=$({' '.join(words)})", f'echo "{one.name}: job ${{{job}}}"']
+        job = _variable(stage.name)
+        lines += [f"{job}=$({' '.join(words)})", f'echo "{stage.name}: job ${{{job}}}"']
     submit = folder / "submit.sh"
     write_whole_text(submit, "\n".join(lines) + "\n")
     return submit
+
+
+def _variable(stage: str) -> str:
+    """Return the name of the shell variable that holds the id of a stage's job."""
+    return f"job_{stage.replace('-', '_')}"

@@ -170,7 +170,7 @@ def _do(stage: Stage, record: StageRecord, why: str, workspace: Workspace, calle
     began = time.perf_counter()
     before = record.seconds or 0.0
     try:
-        with _stopped_where_it_looks(workspace.stop, stage.whole):
+        with _stoppable(workspace.stop, stage.whole):
             try:
                 record.results = plain_facts(caller.run(stage, workspace))
             finally:
@@ -183,7 +183,7 @@ def _do(stage: Stage, record: StageRecord, why: str, workspace: Workspace, calle
 
 
 @contextmanager
-def _stopped_where_it_looks(stop: StopRequests, whole: bool) -> Iterator[None]:
+def _stoppable(stop: StopRequests, whole: bool) -> Iterator[None]:
     """Context around a stage and the writing of its marker: a stop ends it anywhere if it is ``whole``, else only where
     it checks for one. Afterwards the memory of its models is freed."""
     with nullcontext() if whole else stop.defer_stop():

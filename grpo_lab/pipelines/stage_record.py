@@ -213,7 +213,8 @@ def digest_of(place: Path) -> str:
     if not place.is_dir():
         return ""
     held = model_files(str(place))
-    held = held or {file.relative_to(place).as_posix(): file_digest(file) for file in files_of(place)}
+    if not held:
+        held = {file.relative_to(place).as_posix(): file_digest(file) for file in files_of(place)}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:16]
 
 

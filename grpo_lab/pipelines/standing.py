@@ -125,11 +125,13 @@ def look_at(folder: Path, name: str, record: StageRecord, asked: Asked) -> Look:
     edited: list[str] = []
     lost: list[str] = []
     for file, then in record.left.items() if record.status == DONE else ():
-        if not (place / file).is_file():
-            inside = any(file == kept or file.startswith(f"{kept}/") for kept in asked.keeps)
-            (lost if inside else gone).append(file)
-        elif not is_as_seen(place / file, then):
-            edited.append(file)
+        if (place / file).is_file():
+            if not is_as_seen(place / file, then):
+                edited.append(file)
+        elif any(file == kept or file.startswith(f"{kept}/") for kept in asked.keeps):
+            lost.append(file)
+        else:
+            gone.append(file)
     if record.status == DONE and (place / RUN).is_file():  # the stage is a whole command, which makes them again
         lost += [one for one in _gone_by_its_run(place) if one not in (*gone, *lost)]
     return Look(digests, gone, lost, edited)
@@ -175,30 +177,31 @@ def stages_now(folder: Path) -> list[PipelineStage]:
     if not any(asked.values()) and not any((folder / name / STAGE).is_file() for name in asked):
         return []  # only `pipeline.json` was kept, which is shown as it is
     records = {str(one["name"]): _record(folder, one) for one in listed}
-    shown = list[PipelineStage]()
-    stand = survey(folder, {name: one for name, one in asked.items() if one is not None}, records)
-    for name, record in records.items():
-        if asked[name] is None:
-            said = f"{STAGES} does not say what is asked of it, so that it cannot be known whether it stands"
-            shown.append(replace(record, status=state_of(folder, record), error=record.error or said))
-            continue
-        stands = stand[name]
-        status = state_of(folder, record)
-        why = record.why
-        if stands.state in (AGAIN, GOES_ON, WAITS) and record.status == DONE:
-            if stands.state == WAITS:
-                status = f"{DONE}, {stands.why}"
-            else:
-                status = TO_DO_AGAIN
-            why = stands.why
-        elif stands.state == AGAIN:
-            why = stands.why
-        edited = ""
-        if stands.edited:
-            edited = f"{', '.join(stands.edited)} edited since"
-        error = record.error if record.status == FAILED else edited
-        shown.append(replace(record, status=status, why=why, error=error))
-    return shown
+    stands = survey(folder, {name: one for name, one in asked.items() if one is not None}, records)
+    return [_shown(record, state_of(folder, record), stands.get(name)) for name, record in records.items()]
+
+
+def _shown(record: StageRecord, status: str, stands: Standing | None) -> PipelineStage:
+    """Return a stage as it is shown: with what has to be done with it, if that is more than its ``status`` says, and
+    with its edited files as its error. ``stands`` is None if it is not known what is asked of the stage."""
+    if stands is None:
+        said = f"{STAGES} does not say what is asked of it, so that it cannot be known whether it stands"
+        return replace(record, status=status, error=record.error or said)
+    why = record.why
+    if record.status == DONE and stands.state == WAITS:
+        status = f"{DONE}, {stands.why}"
+        why = stands.why
+    elif record.status == DONE and stands.state in (AGAIN, GOES_ON):
+        status = TO_DO_AGAIN
+        why = stands.why
+    elif stands.state == AGAIN:
+        why = stands.why
+    error = ""
+    if record.status == FAILED:
+        error = record.error
+    elif stands.edited:
+        error = f"{', '.join(stands.edited)} edited since"
+    return replace(record, status=status, why=why, error=error)
 
 
 def _asked(said: Mapping[str, Any]) -> Asked | None:

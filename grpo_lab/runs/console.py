@@ -81,10 +81,14 @@ def count_of(rows: Any, section: DataSection) -> str:
     ``rows`` may be None, for rows that a dry run could not load. Rows that the loader generates are counted by the
     recipe (``n``, at most ``limit``), loaded or not.
     """
-    count = None if rows is None else len(rows)
-    if section.loader in MADE and isinstance(section.arguments.get("n"), int):
-        count = min(section.arguments["n"], section.limit or section.arguments["n"])
-    return f"{'not loaded here' if count is None else f'{count:,}'} from {describe(section)}"
+    asked = section.arguments.get("n")
+    if section.loader in MADE and isinstance(asked, int):
+        count = f"{min(asked, section.limit or asked):,}"
+    elif rows is None:
+        count = "not loaded here"
+    else:
+        count = f"{len(rows):,}"
+    return f"{count} from {describe(section)}"
 
 
 def model_of(path: str) -> str:
@@ -121,11 +125,13 @@ def quiet(verbose: bool = False) -> Iterator[None]:
     afterwards. With ``verbose`` they print as usual."""
     from transformers import trainer
 
-    ours: dict[str, Any] = {"DEFAULT_PROGRESS_CALLBACK": OneLine, "PrinterCallback": NoLine}
+    callbacks: dict[str, Any] = {"DEFAULT_PROGRESS_CALLBACK": OneLine, "PrinterCallback": NoLine}
+    if verbose:
+        callbacks = {"DEFAULT_PROGRESS_CALLBACK": AsStock}
     with contextlib.ExitStack() as stack:
-        for name, shown in ({"DEFAULT_PROGRESS_CALLBACK": AsStock} if verbose else ours).items():
+        for name, callback in callbacks.items():
             stack.callback(setattr, trainer, name, getattr(trainer, name))
-            setattr(trainer, name, shown)  # as notebooks replace it
+            setattr(trainer, name, callback)  # as transformers itself replaces it in notebooks
         if not verbose:
             _silence(stack)
         yield
@@ -137,7 +143,8 @@ def _silence(stack: contextlib.ExitStack) -> None:
     from tqdm.contrib.logging import logging_redirect_tqdm
     from transformers.utils import logging as theirs
 
-    for name, level in {**dict.fromkeys(TALKATIVE, logging.WARNING), **dict.fromkeys(NOTES, logging.ERROR)}.items():
+    levels = dict.fromkeys(TALKATIVE, logging.WARNING) | dict.fromkeys(NOTES, logging.ERROR)
+    for name, level in levels.items():
         logger = logging.getLogger(name)
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(level)
@@ -148,10 +155,8 @@ def _silence(stack: contextlib.ExitStack) -> None:
     theirs.disable_progress_bar()
     datasets.disable_progress_bars()
     stack.enter_context(warnings.catch_warnings())
-    for category in (FutureWarning, DeprecationWarning, UserWarning):
-        message = ""
-        if category is UserWarning:
-            message = NO_ACCELERATOR
-        warnings.filterwarnings("ignore", message=message, category=category, module=FOR_DEVELOPERS)
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=FOR_DEVELOPERS)
+    warnings.filterwarnings("ignore", message=NO_ACCELERATOR, category=UserWarning, module=FOR_DEVELOPERS)
     warnings.filterwarnings("ignore", message=EXPERIMENTAL, category=UserWarning)
     stack.enter_context(logging_redirect_tqdm())

@@ -130,6 +130,7 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
+    """Return a setting's value as text of at most 118 characters; None reads "not set"."""
     if value is None:
         text = "not set"
     elif isinstance(value, str):

@@ -52,27 +52,9 @@ def one_writer(folder: Path, lock: str = LOCK, what: str = "") -> Iterator[None]
         FolderGone: the folder, or the locked file, was removed during the block. This is raised also where the block
             itself failed: what stands at the path now may be only half of a run.
     """
-    file = folder / lock
     folder.mkdir(parents=True, exist_ok=True)
-
-    def is_there() -> bool:
-        try:
-            return os.path.samestat(os.fstat(opened), file.stat())
-        except FileNotFoundError:
-            return False
-
-    while True:
-        opened = no_link(str(file), os.O_RDWR | os.O_CREAT)
-        if not _locked(opened, file):
-            said = os.read(opened, 1000).decode(errors="replace").strip() or "another process"
-            os.close(opened)
-            raise ValueError(
-                f"{what or f'`output_dir` {str(folder)!r}'} is in use: {said} writes there. Wait for its end"
-                + (", or end it" if what else ", end it, or choose another `--output_dir`")
-            )
-        if is_there():
-            break
-        os.close(opened)  # its owner removed the file between our open and our lock: open the new one
+    file = folder / lock
+    opened = _open_locked(file, what)
     os.ftruncate(opened, 0)
     os.pwrite(opened, f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()},".encode(), 0)
     name = os.path.abspath(file)
@@ -80,7 +62,7 @@ def one_writer(folder: Path, lock: str = LOCK, what: str = "") -> Iterator[None]
     try:
         yield
     finally:
-        gone = not is_there()
+        gone = not _is_at(opened, file)
         if not gone:
             file.unlink(missing_ok=True)
         os.close(opened)
@@ -92,7 +74,32 @@ def one_writer(folder: Path, lock: str = LOCK, what: str = "") -> Iterator[None]
             )
 
 
+def _open_locked(file: Path, what: str) -> int:
+    """Open ``file``, made if needed, and lock it; return its descriptor. Raises ValueError as ``one_writer`` does."""
+    while True:
+        opened = no_link(str(file), os.O_RDWR | os.O_CREAT)
+        if not _locked(opened, file):
+            said = os.read(opened, 1000).decode(errors="replace").strip() or "another process"
+            os.close(opened)
+            raise ValueError(
+                f"{what or f'`output_dir` {str(file.parent)!r}'} is in use: {said} writes there. Wait for its end"
+                + (", or end it" if what else ", end it, or choose another `--output_dir`")
+            )
+        if _is_at(opened, file):
+            return opened
+        os.close(opened)  # its owner removed the file between our open and our lock: open the new one
+
+
+def _is_at(opened: int, file: Path) -> bool:
+    """Return whether the open file ``opened`` is still the one at the path ``file``."""
+    try:
+        return os.path.samestat(os.fstat(opened), file.stat())
+    except FileNotFoundError:
+        return False
+
+
 def _locked(opened: int, file: Path) -> bool:
+    """Lock the open ``file``; return False if another process has it. Where files cannot be locked, warn and go on."""
     try:
         return locks.lock(opened)
     except OSError as error:
@@ -106,11 +113,10 @@ def check_writable(folder: Path, setting: str = "output_dir") -> None:
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if there.is_dir():
         why = ""
+    elif there.exists():
+        why = "that is no folder"
     else:
-        if there.exists():
-            why = "that is no folder"
-        else:
-            why = "that is a link which leads nowhere"
+        why = "that is a link which leads nowhere"
     try:
         if not why:
             tempfile.TemporaryFile(dir=there).close()
@@ -181,7 +187,7 @@ def kept(recipe: Any) -> str:
     """Describe what an unfinished run of ``recipe`` has left in its folder: its finished stages, samples, the newest
     checkpoint and, of a pipeline, the same of each unfinished stage. "nothing" if it has left nothing."""
     folder: Path = recipe.output_dir
-    seconds = read_marker(folder / RUN).get("seconds")
+    seconds = read_marker(folder / RUN).get("seconds")  # of each finished stage
     found = []
     if isinstance(seconds, Mapping):
         found = list(seconds)
@@ -199,7 +205,8 @@ def kept(recipe: Any) -> str:
 def _half_done(folder: Path) -> list[str]:
     """List in words what unfinished work ``folder`` holds: the newest checkpoint, sampled problems (also of its
     rounds), and answers of an evaluation."""
-    steps = [int(place.name[11:]) for place in folder.glob("checkpoint-*") if place.name[11:].isdigit()]
+    endings = [place.name.removeprefix("checkpoint-") for place in folder.glob("checkpoint-*")]
+    steps = [int(one) for one in endings if one.isdigit()]
     found = []
     if steps:
         found = [f"checkpoint-{max(steps)}"]
@@ -209,5 +216,7 @@ def _half_done(folder: Path) -> list[str]:
     for file in sorted(folder.glob("round-*/samples.jsonl")):
         if not (file.parent / "sample.json").is_file():
             found.append(f"{file.parent.name}, samples of {problems_in(file):,} problems")
-    answers = sum(problems_in(file) + 1 for file in folder.glob("evaluation/answers.*.jsonl"))
-    return found + ([f"blocks of answers: {answers:,}"] if answers else [])
+    answers = sum(problems_in(file) + 1 for file in folder.glob("evaluation/answers.*.jsonl"))  # without a header
+    if answers:
+        found.append(f"blocks of answers: {answers:,}")
+    return found

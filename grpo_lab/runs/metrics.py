@@ -38,7 +38,7 @@ def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
         return
     kept: list[int] = []
     damaged: dict[int, str] = {}
-    for number, found in json_lines(file):
+    for number, found in json_lines(file):  # of a damaged line, `found` says what is wrong with it
         row = None
         try:
             if isinstance(found, dict):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,6 @@ Facts = dict[str, Any]
 """Results of a stage, name → plain value, as its marker file keeps them."""
 Words = dict[str, str]
 """Lines of a dry run's plan, title → text."""
-Report = Callable[[Any, str, float | None], None]
-"""Function ``report(workspace, stage, seconds)``. It is called with None before a stage, and with the stage's seconds
-after it."""
 
 console = Terminal()
 

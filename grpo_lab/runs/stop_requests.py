@@ -90,11 +90,11 @@ class StopRequests:
         else:
             self.file = Path(stop_file)
         self.name: str | None = None
-        self._seen: str | None = None  # the request that the thread found
-        self._held = 0  # how many `defer_signals` are open: above 0, signals do not interrupt
+        self._found_by_thread: str | None = None  # request for which the thread has sent, or will send, its signal
+        self._deferrals = 0  # how many `defer_signals` blocks are open: above 0, signals do not interrupt
         self._before: Handlers = {}
         self._over = threading.Event()  # set when the `with` block ends
-        self._asks = threading.Lock()  # held by the thread while it sends its signal
+        self._sending = threading.Lock()  # held by the thread while it sends its signal
 
     def __enter__(self) -> StopRequests:
         self._before = handle(self._heard, *SIGNALS)
@@ -104,7 +104,7 @@ class StopRequests:
 
     def __exit__(self, *_: object) -> None:
         try:
-            with self._asks:  # the thread sends no more signals
+            with self._sending:  # the thread sends no more signals
                 self._over.set()
         finally:
             put_back(self._before)
@@ -128,15 +128,14 @@ class StopRequests:
 
     def _heard(self, number: int, frame: Any) -> None:
         """Handle signal ``number``: record the request, and end the work at once unless signals are deferred."""
-        if number == signal.SIGUSR1 and self._seen:
-            name = self._seen
-        else:
-            name = signal.Signals(number).name
+        name = signal.Signals(number).name
+        if number == signal.SIGUSR1 and self._found_by_thread:
+            name = self._found_by_thread
         if name == CTRL_C and self.name is not None:
             raise KeyboardInterrupt  # something had asked before: what is deferred ends now
         first = self.name is None
         self.name = self.name or name
-        if not self._held:
+        if not self._deferrals:
             self._leave()
         elif first:
             log.warning("%s: what is under way is finished and kept first", name)
@@ -145,23 +144,24 @@ class StopRequests:
         """Wait, in a thread, for a stop file or the end of ``max_hours``; then signal SIGUSR1 to this process, whose
         handler runs in the main thread and can interrupt it."""
         while not self._over.wait(SECONDS_BETWEEN_LOOKS):
-            self._seen = self._standing()
-            if self._seen is not None:
-                with self._asks:
+            self._found_by_thread = self._request_now()
+            if self._found_by_thread is not None:
+                with self._sending:
                     if not self._over.is_set():  # else SIGUSR1 ends the process, whose handlers are put back
                         os.kill(os.getpid(), signal.SIGUSR1)
                 return
 
-    def _standing(self) -> str | None:
+    def _request_now(self) -> str | None:
         """Return the name of the request that the stop file or ``max_hours`` makes now; None if neither does."""
-        late = self.max_hours is not None and hours_of_this_process() >= self.max_hours
         if self.file.is_file():
             return STOP_FILE
-        return MAX_HOURS if late else None
+        if self.max_hours is not None and hours_of_this_process() >= self.max_hours:
+            return MAX_HOURS
+        return None
 
     def asked(self) -> str | None:
         """Return the name of the first request so far; None if there is none."""
-        self.name = self.name or self._standing()
+        self.name = self.name or self._request_now()
         return self.name
 
     def check(self) -> None:
@@ -198,11 +198,11 @@ class StopRequests:
         before = {}
         if self._before:
             before = handle(self._heard, *more)
-        self._held += 1
+        self._deferrals += 1
         try:
             yield
         finally:
-            self._held -= 1
+            self._deferrals -= 1
             put_back(before)
 
     @contextlib.contextmanager

@@ -26,7 +26,7 @@ def test_a_command_that_has_ended_is_not_asked_any_more(tmp_path: Path, monkeypa
     looks, ended, asked = threading.Event(), threading.Event(), []
 
     class Late(StopRequests):
-        def _standing(self) -> str | None:
+        def _request_now(self) -> str | None:
             looks.set()
             ended.wait(600)
             return "stop file"
