@@ -194,10 +194,9 @@ def tiny_model(
     words: Sequence[str] = (),
     seed: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Build a random ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM`` in float32, and a tokenizer with a chat template.
+    """Build a random model, ``architecture`` ``qwen2`` or ``qwen3``, in float32, and a tokenizer with a chat template.
 
     Args:
-        architecture: ``qwen2`` or ``qwen3``.
         num_kv_heads: None for as many as ``num_heads``; fewer gives grouped-query attention.
         intermediate_size: None for ``4 * hidden_size`` (the MLP is gated: three matrices of that width).
         initializer_range: standard deviation of the weights; a narrow model learns faster from 1 / √hidden_size.
