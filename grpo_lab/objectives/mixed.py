@@ -161,8 +161,8 @@ class MixedObjective(Objective):
 
     @torch.no_grad()
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return metric name → values, ``[B, T]`` or ``[B, 1]``, of all tasks' surrogates. A metric that a task does
-        not report is 0 on its rows."""
+        """Return what the surrogates of all tasks report: metric name → values, ``[B, T]`` or ``[B, 1]``. A metric that
+        a task does not report is 0 on its rows."""
         found: dict[str, Tensor] = {}
         for task in self.tasks:
             rows = task.rows(batch)

@@ -99,8 +99,8 @@ class Objective:
 
     @property
     def marks(self) -> Mapping[str, int]:
-        """Name → number of the fields in ``batch.extras`` by which the surrogate knows a row of this objective. Empty,
-        except for the objective of a task (``TaskObjective``)."""
+        """The fields of ``batch.extras``, name → number, that every row of this objective must carry: the number of its
+        task for the objective of a task (``TaskObjective``), else none. Toy batches are given them."""
         return {}
 
     @property

@@ -220,7 +220,8 @@ def preset(name: str) -> Preset:
 
 
 def surrogate(name: str, **knobs: Any) -> Surrogate:
-    """Return the surrogate called ``name``, built with its knobs, the fields of its dataclass."""
+    """Return the surrogate called ``name``, built with its knobs, the fields of its dataclass. Raises ValueError for an
+    unknown name or knob."""
     made: Surrogate = registry.built(registry.found(SURROGATES, name, "surrogate"), knobs, "surrogate")
     return made
 

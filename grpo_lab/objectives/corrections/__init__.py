@@ -66,7 +66,8 @@ TRLS_MODES: dict[type, str] = {
 
 
 def sampler_log_ratio(proximal_logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> Tensor:
-    """Return x_t, ``[B, T]``, no gradient; 0 where masked, or where the sampler's log-prob is NaN."""
+    """Return x_t = log π_proximal(y_t) − log π_sampler(y_t), ``[B, T]``, without gradient; 0 where masked, or where the
+    sampler's log-prob is NaN."""
     return safe(proximal_logps.detach() - sampler_logps, mask).nan_to_num(nan=0.0)
 
 

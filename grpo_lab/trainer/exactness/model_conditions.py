@@ -137,7 +137,7 @@ def _largest(model: nn.Module, kind: re.Pattern[str], others: tuple[re.Pattern[s
 
 
 def _positive_numbers(value: Any) -> list[float]:
-    """Return what of ``value`` is a number > 0: the value itself or, of a dict (adapter name → rate), its values."""
+    """Return the numbers > 0 in an attribute: the value itself, or the values of a dict (adapter name → rate)."""
     values = value.values() if isinstance(value, dict) else [value]
     return [float(one) for one in values if isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0]
 

@@ -244,7 +244,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             trl_bridge.forget_running_loss(self.trainer)
 
     def save(self, _folder: Path) -> dict[str, Any] | None:
-        """Return the checkpoint entry: what is bad, and how many steps were; None if nothing ever was."""
+        """Return the checkpoint entry: the bad steps in a row, the last step taken, and which kinds of values of the
+        open generation batch are bad. None if no step was ever bad."""
         if self.faults is None or not self._seen:
             return None
         bad = []

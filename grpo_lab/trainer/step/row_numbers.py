@@ -138,7 +138,7 @@ class RowNumbers:
         return replace(self, widths={**self.widths, **widths}, local_widths={**self.local_widths, **local})
 
     def rows(self, all_rows: bool, packed: bool = False) -> Rows:
-        """Return the rows for the plan.
+        """Return the lengths of all rows, and which must be computed, in the form that plans read.
 
         Args:
             all_rows: also compute rows without an advantage.
