@@ -40,7 +40,7 @@ from grpo_lab.trainer.step.log_probs import OldPolicy, with_same_fields
 from grpo_lab.trainer.step.look import Looked, look, with_value
 from grpo_lab.trainer.step.micro_batch import (
     capture_values,
-    denominators_of,
+    denominators_of_step,
     of_rows,
     record_rejected,
     scalar_loss,
@@ -173,12 +173,9 @@ class ExactUpdate:
         self.entropy.begin()
         received = self._old.before_update(len(window), found)
         again = self._old.again(len(window))
-        keeps = any(place is not None for place in again)
+        keeps = any(place is not None for place in again)  # this step's log-probs, for a later step
         step = self._rows_of(self.entropy.counted(with_same_fields(window)), found)
-        denominators = denominators_of(self.trainer, window[0], float(sum(step.sizes)), len(window))
-        if any(batch["num_items_in_batch"] is not window[0]["num_items_in_batch"] for batch in window):
-            # several generation batches made the step: each row has its own count
-            denominators = replace(denominators, tokens=float("nan"))
+        denominators = denominators_of_step(self.trainer, window, float(sum(step.sizes)))
         looked = self._looked(step, found, denominators)
         if looked is not None:
             step = looked.step

@@ -143,8 +143,8 @@ class Exchange:
         self._places = {row: place for place, row in enumerate(held.tolist())}
         prompts = local.fields["prompt_ids"]
         inside = local.fields["prompt_mask"].bool()
-        marked = torch.where(inside, prompts, ~prompts)  # < 0: a hole
-        sent = {**local.fields, "prompt_ids": marked, _OFFSET: local.offset}
+        # an id outside the mask travels as ~id < 0, so the mask is not sent
+        sent = {**local.fields, "prompt_ids": torch.where(inside, prompts, ~prompts), _OFFSET: local.offset}
         del sent["prompt_mask"]
         came = {}
         if self._moves:
@@ -152,16 +152,18 @@ class Exchange:
         index = torch.as_tensor(stay - self._first, device=self._device)
         fields = {}
         for name, value in sent.items():
-            parts = [value[index], *([came[name]] if name in came else [])]
+            parts = [value[index]]
+            if name in came:
+                parts.append(came[name])
             if value.dim() > 1:
                 parts = [fitted(name, part, self._held_width(name, held)) for part in parts]
             fields[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         offset = fields.pop(_OFFSET)
-        prompts = fields["prompt_ids"]
-        inside = fields["prompt_ids"] >= 0
-        own = _within(self._prompts[held], prompts.size(1), self._device, on_the_right=True) & inside
-        fields["prompt_ids"] = torch.where(inside, prompts, ~prompts)
-        fields["prompt_mask"] = own.to(local.fields["prompt_mask"].dtype)
+        marked = fields["prompt_ids"]
+        inside = marked >= 0
+        in_prompt = _within(self._prompts[held], marked.size(1), self._device, on_the_right=True)
+        fields["prompt_ids"] = torch.where(inside, marked, ~marked)
+        fields["prompt_mask"] = (in_prompt & inside).to(local.fields["prompt_mask"].dtype)
         return RowTable(fields, offset, self._per_token)
 
     def _held_width(self, name: str, held: Ints) -> int:

@@ -64,6 +64,19 @@ def denominators_of(trainer: StepPort, inputs: dict[str, Any], rows: float, micr
     return Denominators(rows, token_denominator(trainer, inputs), budget, micro_batches, prompts)
 
 
+def denominators_of_step(trainer: StepPort, window: list[dict[str, Any]], rows: float) -> Denominators:
+    """Return the denominators of an optimizer step of the micro-batches ``window``, with ``rows`` rows on this rank.
+
+    If the micro-batches come from several generation batches, each row has its own token count (``of_rows``), and
+    ``tokens`` is NaN.
+    """
+    denominators = denominators_of(trainer, window[0], rows, len(window))
+    first = window[0]["num_items_in_batch"]
+    if any(batch["num_items_in_batch"] is not first for batch in window):
+        return replace(denominators, tokens=float("nan"))
+    return denominators
+
+
 def with_group_tokens(denominators: Denominators, batch: TokenBatch) -> Denominators:
     """Return the denominators for the rows of ``batch``, with ``group_tokens`` if the rows carry the tokens of their
     prompts."""

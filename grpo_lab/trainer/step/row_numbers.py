@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,14 +171,19 @@ def _of_all_ranks(own: Tensor, own_widths: Tensor, kinds: str, accelerator: Any)
 
 def _live_or_rejected(table: RowTable, rejected: Tensor | None) -> Tensor:
     """Return long ``[n]``: 1 for a row with an advantage on some loss token, 2 if it is rejected, 0 for the others."""
-    advantages = table.fields.get("advantages")
-    if advantages is None:
-        live = table.loss_mask.any(dim=1)
-    else:
-        live = live_rows(advantages, table.loss_mask)
+    live = live_rows_of(table.fields, table.loss_mask).long()
     if rejected is None:
-        return live.long()
-    return live.long() * (1 + rejected.long())
+        return live
+    return live * (1 + rejected.long())
+
+
+def live_rows_of(fields: Mapping[str, Any], mask: Tensor) -> Tensor:
+    """Return bool ``[B]``: the live rows, of which some loss token has an advantage (``live_rows``). If the rows carry
+    no advantages, every row with a loss token is live."""
+    advantages = fields.get("advantages")
+    if advantages is None:
+        return mask.any(dim=1)
+    return live_rows(advantages, mask)
 
 
 @dataclass(frozen=True)

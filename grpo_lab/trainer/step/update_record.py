@@ -18,8 +18,8 @@ from grpo_lab.trainer.exactness.update_verdict import UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, by_length
 from grpo_lab.trainer.ports import Numbers, UpdatePort
 from grpo_lab.trainer.row_table import Carried, loss_mask, row_lengths
-from grpo_lab.trainer.step.row_numbers import RowNumbers
-from grpo_lab.update import Plan, Rows, default_max_tokens, live_rows, plan_shared, plan_update
+from grpo_lab.trainer.step.row_numbers import RowNumbers, live_rows_of
+from grpo_lab.update import Plan, Rows, default_max_tokens, plan_shared, plan_update
 
 NO_GRADIENT_SHARE = "update/no_gradient_share"
 SILENT_SHARE = "update/silent_share"
@@ -93,13 +93,8 @@ class UpdateRecord:
 
     def as_trl(self, inputs: dict[str, Any], found: UpdateVerdict, budget: int | None) -> None:
         """Record a micro-batch that stays as TRL cut it. For the last one of an optimizer step this is a collective."""
-        scored = loss_mask(inputs)
-        advantages = inputs.get("advantages")
         accelerator = self.trainer.accelerator
-        if advantages is None:
-            live = scored.any(dim=1)
-        else:
-            live = live_rows(advantages, scored)
+        live = live_rows_of(inputs, loss_mask(inputs))
         self._parts.append((torch.stack([*row_lengths(inputs), live.long()], dim=1), padded_tokens(inputs)))
         if not accelerator.sync_gradients:
             return
@@ -264,9 +259,7 @@ def _by_task(trainer: Numbers, extras: Mapping[str, Tensor]) -> Iterator[tuple[s
 
 def record_live(trainer: UpdatePort, inputs: dict[str, Any]) -> None:
     """Log for each task the share of a micro-batch's rows that are live (some loss token has an advantage)."""
-    scored = loss_mask(inputs)
-    advantages = inputs.get("advantages")
-    live = scored.any(dim=1) if advantages is None else live_rows(advantages, scored)
+    live = live_rows_of(inputs, loss_mask(inputs))
     for name, rows in _by_task(trainer, inputs):
         trainer.recorder.book("train").add(f"tasks/{name}/live_share", (live & rows.squeeze(1)).sum(), rows.sum())
 
