@@ -28,11 +28,12 @@ from grpo_lab.trainer.trl_bridge import EnvironmentReward, environment_kinds
 def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
     """Return ``args`` as a ``LabConfig`` to which the class attributes of the trainer class ``cls`` are added.
 
-    A plain ``GRPOConfig`` is copied field by field; the caller's object is not changed. ``None`` becomes a default
-    ``LabConfig`` named after the model.
+    A plain ``GRPOConfig`` is copied field by field; the caller's object is not changed. If ``args`` is None, a default
+    ``LabConfig`` is made, with an output folder named after the model and the trainer class.
 
-    Raises TypeError if ``args`` is no ``GRPOConfig``. Raises ValueError if configuration and class attribute name the
-    same part differently.
+    Raises:
+        TypeError: ``args`` is no ``GRPOConfig``.
+        ValueError: the configuration and a class attribute choose different parts.
     """
     if args is None:
         if isinstance(model, str):
@@ -80,6 +81,8 @@ def _promoted(args: GRPOConfig) -> LabConfig:
 
 
 def _merged(cls: Any, name: str, configured: Any) -> Any:
+    """Return the setting ``name`` (``objective`` or ``advantage``): the value ``configured`` and the class attribute of
+    ``cls``, of which either may be None. Knobs of a configured mapping are kept. Raise ValueError if the two differ."""
     declared = getattr(cls, name)
     if declared is None or configured is None:
         if declared is None:
@@ -109,15 +112,15 @@ def as_list(given: Any) -> list[Any]:
 
 
 def with_declared_rewards(cls: Any, given: Any, args: LabConfig) -> tuple[list[Any], LabConfig]:
-    """Return the run's rewards and its configuration. The rewards are ``given`` and those that ``cls`` adds to them. An
-    added reward gets weight 1 in ``reward_weights``, if these are set."""
+    """Return the run's rewards and its configuration: the rewards in ``given``, followed by those that the trainer
+    class ``cls`` adds (``declared_rewards``), each of weight 1."""
     given = as_list(given)
     return with_weights(cls.declared_rewards(given), args, len(given))
 
 
 def with_weights(rewards: list[Any], args: LabConfig, weighed: int) -> tuple[list[Any], LabConfig]:
-    """Return the rewards, and the configuration with weight 1 for those behind the first ``weighed``, if
-    ``reward_weights`` are set."""
+    """Return ``rewards`` and the configuration. If its ``reward_weights`` cover the first ``weighed`` rewards, they are
+    extended by a weight of 1 for each further reward, in a copy."""
     if args.reward_weights is not None and len(args.reward_weights) == weighed < len(rewards):
         args = copy.copy(args)
         args.reward_weights = [*args.reward_weights, *[1.0] * (len(rewards) - weighed)]
@@ -125,9 +128,12 @@ def with_weights(rewards: list[Any], args: LabConfig, weighed: int) -> tuple[lis
 
 
 def with_scores_of_turns(kinds: list[type], given: Any, args: LabConfig) -> tuple[list[Any], LabConfig]:
-    """Return the run's rewards and its configuration: those that are given, and one, with weight 1, that asks
-    environments for the scores of their turns (``turn_rewards``). It is there if they have any, the advantage rule
-    reads them, and no reward asks for them yet."""
+    """Return the run's rewards and its configuration, with a ``TurnRewards`` of weight 1 added if it is needed.
+
+    That reward asks the environments for the scores of their turns (their method ``turn_rewards``). It is added if the
+    environment classes ``kinds`` have such scores, the advantage rule reads them, and no reward in ``given`` asks for
+    them already.
+    """
     given = as_list(given)
     asked = any(isinstance(reward, TurnRewards) and reward.score is None for reward in given)
     found = of_environments(kinds)
@@ -138,7 +144,16 @@ def with_scores_of_turns(kinds: list[type], given: Any, args: LabConfig) -> tupl
 
 @dataclass(frozen=True)
 class ResolvedArguments:
-    """The constructor's arguments, checked and completed, and the settings that were read from them."""
+    """The constructor's arguments after all checks, and what was read from them.
+
+    Attributes:
+        reward_funcs: the rewards that TRL's constructor gets, without the environments' own, which TRL adds itself.
+        args: the configuration, with what the trainer class declares.
+        train_dataset: the data set, with a column of row numbers if the sampler needs it.
+        environment_factory: the environments' factory, in the form that TRL takes.
+        algorithm: advantage rule, objective and critic, with the names of methods that a team overrides.
+        settings: the parsed settings of this package.
+    """
 
     reward_funcs: list[Any]
     args: LabConfig
@@ -159,11 +174,18 @@ def resolve_arguments(
     environment_factory: Any,
     rollout_func: Any,
 ) -> ResolvedArguments:
-    """Check and complete the constructor's arguments. Everything that can be refused before a model is loaded is
-    refused here. ``cls`` is the class that is constructed: ``base`` (``LabTrainer``) or a subclass of it.
+    """Check and complete the constructor's arguments, and refuse whatever can be refused before a model is loaded.
 
-    Raises ValueError, which says what was found, what is allowed and which setting governs it. Raises TypeError if
-    ``args`` is no configuration.
+    Args:
+        cls: the class that is constructed, ``base`` or a subclass of it.
+        base: ``LabTrainer``, which this module cannot import.
+
+    The other arguments are those of ``LabTrainer``'s constructor.
+
+    Raises:
+        ValueError: an argument does not fit; the message says what was found, what is allowed and which setting governs
+            it.
+        TypeError: ``args`` is no configuration.
     """
     args = with_class_parts(cls, model, args)
     completes = any("declared_rewards" in vars(kind) for kind in cls.__mro__ if kind is not base)
@@ -202,9 +224,14 @@ def resolve_arguments(
 
 
 def warm_up(reward_funcs: Any, rows: Any) -> None:
-    """Warm up rewards before the model loads. The accuracy reward's worker begins to import sympy if the first gold
-    answers need it. The code reward logs which protections its sandbox has here. Raises ValueError if these are too
-    few."""
+    """Start the slow set-up of rewards while the model has yet to load, and check the sandbox.
+
+    The accuracy reward's worker begins to import sympy if one of the first 64 gold answers needs it. The code reward
+    logs which protections its sandbox has on this machine.
+
+    Raises:
+        ValueError: the sandbox has too few protections.
+    """
     for reward in as_list(reward_funcs):
         if isinstance(reward, ForTask):
             reward = reward.reward

@@ -112,8 +112,8 @@ class LabConfig(GRPOConfig):
     save_checksums: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:
-        """Refuse unknown settings, and note which ones the caller passed. A default that was passed can contradict
-        another setting; a default that was left alone cannot."""
+        """Refuse unknown settings, and note in ``_written`` which ones the caller passed: a default value contradicts
+        another setting only if it was passed."""
         if dataclasses.is_dataclass(cls):
             names = [f.name for f in dataclasses.fields(cls) if f.init]
         else:
@@ -135,7 +135,7 @@ class LabConfig(GRPOConfig):
         self.agree()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a value, and drop the settings that were parsed before the change."""
+        """Set a value, and discard the parsed settings (``_parsed``), so that ``agree`` parses them anew."""
         if not name.startswith("_"):
             vars(self).pop("_parsed", None)
         super().__setattr__(name, value)
@@ -144,8 +144,12 @@ class LabConfig(GRPOConfig):
         return {name: value for name, value in vars(self).items() if name != "_parsed"}
 
     def agree(self) -> None:
-        """Parse our settings, check them against TRL's and each other, build the algorithm, and write it into TRL's
-        fields. Does nothing if no setting has changed since the last call."""
+        """Parse our settings, check them against TRL's and each other, build the algorithm, and set TRL's fields to
+        agree with it. Do nothing if no setting has changed since the last call.
+
+        Raises:
+            ValueError: a setting is unknown, contradicts another or would have no effect.
+        """
         if "_parsed" in vars(self):
             return
         if self.value is not None and self.objective is None and self.advantage is None:
@@ -182,7 +186,7 @@ class LabConfig(GRPOConfig):
 
     @property
     def lab_settings(self) -> LabSettings:
-        """Settings that this package adds, parsed."""
+        """The settings that this package adds to TRL's, parsed and checked."""
         self.agree()
         return self._parsed[0]
 
@@ -198,11 +202,11 @@ class LabConfig(GRPOConfig):
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> LabConfig:
-        """Make a configuration from what ``to_dict`` (or ``to_json_string``, or YAML of it) wrote. Secret tokens are
-        not in such a record.
+        """Make a configuration from a mapping that ``to_dict`` wrote (directly, or read from its JSON or YAML).
 
-        TRL derives one of ``generation_batch_size`` and ``steps_per_generation`` from the other and refuses both. The
-        second is kept, since it holds for any number of processes.
+        Access tokens are left unset, since the record holds only placeholders of them. TRL derives one of
+        ``generation_batch_size`` and ``steps_per_generation`` from the other and refuses both. The second is kept,
+        since it holds for any number of processes.
         """
         given = dict(written)
         for name, value in written.items():
@@ -214,6 +218,7 @@ class LabConfig(GRPOConfig):
 
 
 def _plain(value: Any) -> Any:
+    """Return ``value`` with every callable in it, at any depth of mappings, replaced by its address."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if callable(value):

@@ -40,7 +40,8 @@ FORMAT = 1
 
 
 class ValueHead(nn.Linear):
-    """Linear head ``V = w·h + b``, computed in float32 or wider. It starts at V = 0, and draws no random number."""
+    """Linear head ``V = w·h + b``, computed in float32 or wider. It starts at V = 0: its initialisation draws no random
+    number."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -56,12 +57,13 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """Network that estimates the value of the state before each token.
+    """Value network of PPO: estimates, before each token, the reward that the completion will still earn.
 
     Args:
-        hidden: width of the hidden states.
-        trunk: a network without LM head, called with the policy's inputs. ``None``: the policy's own hidden states are
-            read.
+        hidden: width H of the hidden states that the head reads.
+        trunk: a network of the critic's own, without an LM head, that is called with the policy's inputs. ``None``: the
+            head reads the policy's hidden states.
+        dtype: dtype of the head's weights.
     """
 
     def __init__(self, hidden: int, trunk: nn.Module | None = None, dtype: torch.dtype = torch.float32) -> None:
@@ -70,7 +72,13 @@ class Critic(nn.Module):
         self.head = ValueHead(hidden, 1, dtype=dtype)
 
     def forward(self, states: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Return values ``[B, L - 1]``. Entry t is the value before token t + 1, as with log-probs."""
+        """Return values ``[B, L - 1]``, in units of the reward. Entry t is the value before token t + 1, just as entry
+        t of a causal model's log-probs belongs to token t + 1.
+
+        Args:
+            states: hidden states ``[B, L, H]`` of the policy; not read if the critic has a trunk.
+            inputs: keyword arguments of the policy's forward, for the trunk.
+        """
         if self.trunk is not None:
             states = self.trunk(**{**inputs, "use_cache": False}).last_hidden_state
         values: Tensor = self.head(states)[:, :-1]
@@ -78,9 +86,15 @@ class Critic(nn.Module):
 
 
 def with_critic(trainer: GRPOTrainer, value: ValueSettings | None) -> Critic | None:
-    """Build the critic that ``value.model`` names and put it into the trainer's policy; None without ``value``. Saving
-    the policy and TRL's ``sync_ref_model`` still handle the policy alone. Raises ValueError if ``value.model`` names no
-    critic, or one that does not fit the policy."""
+    """Build the critic that ``value.model`` names, put it into the module of the trainer's policy and return it. Return
+    None if ``value`` is None.
+
+    The critic has the policy's device and train mode. Saving the policy and TRL's ``sync_ref_model`` still handle the
+    policy's own parameters alone.
+
+    Raises:
+        ValueError: ``value.model`` names no critic, or one that does not fit the policy.
+    """
     if value is None:
         return None
     model = trainer.model
@@ -105,6 +119,9 @@ def with_critic(trainer: GRPOTrainer, value: ValueSettings | None) -> Critic | N
 
 
 def _made(policy: Any, name: str, dtype: torch.dtype) -> Critic:
+    """Build or load the critic ``name``: ``head``, ``copy``, a folder that ``save_critic`` wrote, or a model's folder
+    or hub name, whose trunk is then the critic's. Raise ValueError if it is none of these or does not fit ``policy``.
+    """
     hidden = _text(trl_bridge.inside(policy)).hidden_size
     if name == "head":
         return Critic(hidden, dtype=dtype)
@@ -129,12 +146,13 @@ def _made(policy: Any, name: str, dtype: torch.dtype) -> Critic:
 
 
 def _text(model: Any) -> Any:
+    """Return the configuration of a model's text part."""
     return model.config.get_text_config()
 
 
 def _copied_trunk(model: Any) -> nn.Module:
-    """Copy the policy's trunk, with adapters merged, to be trained in full. Raises ValueError if its weights are
-    quantized or spread over ranks by DeepSpeed ZeRO-3."""
+    """Return a copy of the policy's trunk with adapters merged into it. Raise ValueError if its weights are quantized,
+    or spread over ranks by DeepSpeed ZeRO-3."""
     policy = trl_bridge.inside(model)
     if getattr(policy, "is_quantized", False) or any(hasattr(p, "ds_id") for p in policy.parameters()):
         if getattr(policy, "is_quantized", False):
@@ -152,9 +170,12 @@ def _copied_trunk(model: Any) -> nn.Module:
 
 
 def with_critics_groups(optimizer: Any, critic: nn.Module | None, learning_rate: float | None) -> Any:
-    """Move the critic's parameters into parameter groups of their own with ``learning_rate`` (None: the policy's), and
-    return the optimizer. HF may call this several times; the groups are split once. Raises ValueError if the
-    optimizer's groups do not hold all of the critic's parameters."""
+    """Move the critic's parameters into parameter groups of their own, with ``learning_rate`` (None: the policy's), and
+    return ``optimizer``. HF may ask for the optimizer several times; its groups are split only once.
+
+    Raises:
+        ValueError: the optimizer's groups do not hold all of the critic's parameters.
+    """
     ours = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper, when a second training begins
     if critic is None or getattr(ours, "grpo_lab_split", False):
         return optimizer
@@ -188,8 +209,9 @@ def is_warming_up(trainer: UpdatePort) -> bool:
 
 
 class CriticAlone(TrainerCallback):  # type: ignore[misc]
-    """Removes the policy's zero gradients during the critic's warm-up, so that the policy's moments do not count these
-    steps. Else AdamW's bias correction would divide its first real gradients by a far too small second moment."""
+    """Callback that sets the policy's gradients, which are 0 during the critic's warm-up, to None before each optimizer
+    step. So AdamW does not count these steps for the policy. Else its bias correction would divide the first real
+    gradients by a far too small second moment."""
 
     def __init__(self, trainer: Collectives, value: ValueSettings) -> None:
         self.trainer = trainer
@@ -202,12 +224,13 @@ class CriticAlone(TrainerCallback):  # type: ignore[misc]
 
 
 def is_critic_folder(folder: str | Path) -> bool:
+    """Return whether ``save_critic`` has written to this folder."""
     return (Path(folder) / MANIFEST).is_file()
 
 
 def save_critic(folder: Path, critic: Critic, state: Mapping[str, Any]) -> None:
-    """Write the critic's files to ``folder``. ``state`` is the state dict of the policy's module, gathered where it is
-    sharded; it holds the critic's tensors. Raises ValueError if it lacks some of them."""
+    """Write the critic's files to ``folder``. Its tensors are taken from ``state``, the whole state dict of the
+    policy's module, in which the critic is. Raise ValueError if some of them are missing there."""
     found = {n.split(f"{trl_bridge.CRITIC}.", 1)[1]: one for n, one in state.items() if trl_bridge.is_critics(n)}
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in found.items()}
     if missing := sorted(set(critic.state_dict()) - set(tensors)):
@@ -221,8 +244,7 @@ def save_critic(folder: Path, critic: Critic, state: Mapping[str, Any]) -> None:
 
 
 def load_critic(folder: str | Path) -> Critic:
-    """Load a critic that ``save_critic`` wrote. Raises ValueError if a file is missing, damaged or of another
-    format."""
+    """Load a critic that ``save_critic`` wrote. Raise ValueError if a file is missing, damaged or of another format."""
     place = Path(folder)
     try:
         manifest = read_record(place / MANIFEST, {"format": int, "own_network": bool, "hidden_size": int})
@@ -244,9 +266,12 @@ def load_critic(folder: str | Path) -> Critic:
 def save_beside(
     trainer: UpdatePort, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None
 ) -> None:
-    """Write ``critic/`` into the folder that the policy was just saved to. Does nothing if the policy was not saved
-    (sharded states of DeepSpeed). ``state`` is the whole module's state dict, as HF passes it for the policy; ``None``:
-    it is read from memory. From transformers 5.20 on every rank calls this; one of them writes."""
+    """Write ``critic/`` beside the policy, which was just saved to ``folder`` (None: the output folder).
+
+    ``state`` is the state dict of the whole module, as HF passes it to ``_save``; None: it is read from the model. An
+    empty one means that the policy was not saved (DeepSpeed's sharded states), and nothing is written. From
+    transformers 5.20 on every rank calls this; one of them writes.
+    """
     if critic is not None and state != {} and trainer.args.should_save:
         whole = trainer.model.state_dict() if state is None else state
         save_critic(Path(folder or trainer.args.output_dir) / FOLDER, critic, whole)
@@ -256,9 +281,15 @@ def save_beside(
 def take_up(
     trainer: Collectives, critic: Critic | None, checkpoint: str | None, setting: str = "resume_from_checkpoint"
 ) -> None:
-    """Load the critic of a checkpoint into the one that trains. Does nothing under FSDP and DeepSpeed, which have
-    loaded it already. Raises ValueError, naming ``setting``, if the checkpoint holds no critic or one that does not
-    fit."""
+    """Load the weights of a checkpoint's critic into ``critic``, the one that trains. Do nothing under FSDP and
+    DeepSpeed, which load it with the policy's module.
+
+    Args:
+        setting: the setting that chose the checkpoint, for error messages.
+
+    Raises:
+        ValueError: the checkpoint holds no critic, or one of other shapes.
+    """
     if checkpoint is None or critic is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return
     folder = Path(checkpoint) / FOLDER

@@ -13,14 +13,15 @@ from grpo_lab.trainer.trl_bridge.rewards import measures_correctness, reward_nam
 
 
 class DrGRPOTrainer(LabTrainer):
-    """Dr.GRPO (arXiv 2503.20783): no division by the standard deviation, and a constant normaliser."""
+    """Dr.GRPO (arXiv 2503.20783): advantages are not divided by the group's standard deviation, and a completion's loss
+    is divided by a constant, not by its length."""
 
     objective = "dr_grpo"
 
 
 class PPOTrainer(LabTrainer):
-    """PPO with a value model (arXiv 1707.06347): GAE, clipped policy and value losses; the critic is
-    ``LabConfig.value``."""
+    """PPO with a value model (arXiv 1707.06347): GAE, and clipped losses of policy and critic. ``LabConfig.value`` sets
+    the critic."""
 
     objective = "ppo"
 
@@ -37,12 +38,15 @@ class KimiTrainer(LabTrainer):
 
     objective = "mirror_descent"
     reset_optimizer = True
-    #: Weight of the length reward. The next attribute is the number of optimizer steps before it is switched on.
+    #: Weight of the length reward: a number or a schedule.
     length_weight: ClassVar[float | Mapping[str, Any] | Schedule] = 0.5
+    #: Number of optimizer steps without the length reward.
     length_warmup_steps: ClassVar[int] = 100
 
     @classmethod
     def declared_rewards(cls, given: list[Any]) -> list[Any]:
+        """Add the length reward to ``given``, and the accuracy reward if that is empty. Raise ValueError if it is not
+        plain which of the given rewards measures correctness."""
         given = given or [AccuracyReward()]
         if any(isinstance(reward, KimiLengthReward) for reward in given):
             return given
@@ -67,11 +71,12 @@ class R1ZeroTrainer(LabTrainer):
     """
 
     objective = "grpo"
-    #: Target of the language-consistency reward. ``None``: it is not used, as in R1-Zero.
+    #: Target of the language-consistency reward. ``None``: the reward is not used, as in R1-Zero.
     language: ClassVar[str | None] = None
 
     @classmethod
     def declared_rewards(cls, given: list[Any]) -> list[Any]:
+        """Return ``given``, or accuracy and format if that is empty; with ``language`` also the language reward."""
         given = given or [AccuracyReward(), ThinkFormatReward()]
         if cls.language is None or any(isinstance(reward, LanguageConsistencyReward) for reward in given):
             return given

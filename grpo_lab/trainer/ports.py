@@ -1,5 +1,8 @@
-"""Ports: what the parts of a step get in place of the trainer. They are small values, a recorder, and three protocols
-that say what a part may use of the trainer: ``Numbers``, ``Collectives``, ``Hooks``.
+"""Ports: what the parts of a step get in place of the trainer. These are
+
+    ``Phase``, ``Faults``                  values: where the run is in its generation batch; what was not finite in it
+    ``Recorder``                           metrics, and messages that are logged once
+    ``Numbers``, ``Collectives``, ``Hooks``    protocols: the attributes and methods of the trainer that a part may use
 
 Modules below ``lab_trainer.py`` do not import ``LabTrainer``: a reader sees here what they use of it, and a test can
 replace it. mypy checks ``exactness/``, ``step/`` and ``scoring/`` against these protocols (``pyproject.toml``). The few
@@ -32,10 +35,10 @@ class Phase:
     """Position of the run in its current generation batch, counted in micro-batches.
 
     Attributes:
-        steps_per_generation: micro-batches that a generation batch is cut into.
-        num_iterations: passes over them.
-        accumulation: micro-batches of an optimizer step.
-        done: micro-batches so far (TRL's ``_step``).
+        steps_per_generation: number of micro-batches into which a generation batch is cut.
+        num_iterations: number of passes over them.
+        accumulation: number of micro-batches in an optimizer step.
+        done: number of micro-batches trained on since the training began (TRL's ``_step``).
     """
 
     steps_per_generation: int
@@ -45,6 +48,7 @@ class Phase:
 
     @staticmethod
     def of(trainer: GRPOTrainer) -> Phase:
+        """Return the phase in which the trainer is now."""
         counts = (trainer.args.steps_per_generation, trainer.num_iterations, trainer.args.gradient_accumulation_steps)
         return Phase(*map(int, (*counts, trainer._step)))
 
@@ -55,13 +59,13 @@ class Phase:
 
     @property
     def outlives_a_step(self) -> bool:
-        """Return whether a generation batch is still trained on after an update, so that its log-probs are an older
-        policy's."""
+        """Return whether a generation batch may be trained on in several optimizer steps. From its second step on, the
+        log-probs from its generation are those of an older policy."""
         return self.accumulation % self.every != 0
 
     @property
     def at_end(self) -> bool:
-        """Return whether the generation batch is used up."""
+        """Return whether the generation batch is used up, so that the next micro-batch begins a new one."""
         return self.done % self.every == 0
 
     @property
@@ -70,14 +74,14 @@ class Phase:
         return self.done - self.done % self.every
 
     def here(self, window: int) -> list[int | None]:
-        """Return the places in TRL's buffer of the last ``window`` micro-batches; None for one of an earlier generation
-        batch."""
+        """Return the places in TRL's buffer of the last ``window`` micro-batches, of which the current one, number
+        ``done``, is the last. None stands for a micro-batch of an earlier generation batch."""
         numbers = range(self.done - window + 1, self.done + 1)
         return [number % self.steps_per_generation if number >= self.start else None for number in numbers]
 
     def ahead(self) -> list[int]:
-        """Return the places in TRL's buffer of the micro-batches that later steps take from this generation batch, in
-        order."""
+        """Return the places in TRL's buffer of the micro-batches that are still to come in this generation batch, after
+        the current one, in order."""
         following = self.done + 1
         return [number % self.steps_per_generation for number in range(following, following + -following % self.every)]
 
@@ -87,26 +91,28 @@ OF_BATCH = ("reward", "log_prob", "advantage")
 
 
 class Faults:
-    """Record of values that are not finite in this rank's generation batches, for ``step.guard``. Everything generated
-    between two micro-batches counts as one batch. (TRL's ``_step`` cannot tell: it does not advance if a subclass
-    replaces ``training_step``.)
+    """Record of values that are not finite in this rank's generation batches, for ``step.guard``.
+
+    Everything generated between two micro-batches counts as one batch. (TRL's ``_step`` could not tell batches apart:
+    it does not advance if a subclass replaces ``training_step``.)
 
     Attributes:
         batch: number of the current generation batch; 0 before the first.
-        bad: kinds (``OF_BATCH``) of values in it that are not finite.
-        step: micro-batches of the current optimizer step.
-        of_step: kind → number of the latest bad batch from which one of them comes.
-        said: what was found in the current batch, one sentence each.
+        bad: kinds (``OF_BATCH``) of values in the current batch that are not finite.
+        said: a sentence about each of these values.
         names: names of the rewards, in the order of ``rewards``.
-        infinite: (row over all ranks, column of a reward) → ±inf, kept until the rows are ``scored``.
         rewards: ``row_key`` of prompt and completion → rewards of the first such row in the current batch.
+        infinite: (number of the row over all ranks, column of the reward) → ±inf. The reward table holds NaN in their
+            place; ``scored`` puts them back into ``rewards``.
+        step: the micro-batches of the current optimizer step.
+        of_step: kind → number of the latest batch with such a value from which the step has a micro-batch.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Clear the record, when a training begins."""
+        """Clear the record; called when a training begins."""
         self.batch = 0
         self.bad = set[str]()
         self._trained_on = True
@@ -122,19 +128,27 @@ class Faults:
         self.of_step: dict[str, int] = {}
 
     def trained_on(self, inputs: dict[str, Any]) -> None:
+        """Add a micro-batch to the current optimizer step, and the current batch's faults to the step's."""
         self._trained_on = True
         self.step.append(inputs)
         self.of_step |= dict.fromkeys(self.bad, self.batch)
 
     def found(self, kind: str, sentence: str) -> None:
-        """Record a value of ``kind`` that is not finite in the batch that is being made, and a sentence about it."""
+        """Record that the batch that is being generated has a value of ``kind`` that is not finite; ``sentence`` says
+        which."""
         self.generation()
         self.bad.add(kind)
         self.said.append(sentence)
 
     def scored(self, names: tuple[str, ...], keys: list[int], values: list[list[float]], first: int = 0) -> None:
-        """Record the rewards of this rank's rows, infinite ones as they were. ``first`` is the first row's number over
-        all ranks."""
+        """Record the rewards of this rank's rows, for the report on a bad step.
+
+        Args:
+            names: names of the rewards.
+            keys: ``row_key`` of each row.
+            values: the rewards of each row, with NaN in place of infinities, which are taken from ``infinite``.
+            first: number of this rank's first row over all ranks.
+        """
         self.generation()
         self.names = names
         for number, (key, row) in enumerate(zip(keys, values, strict=True), start=first):
@@ -143,8 +157,8 @@ class Faults:
         self.infinite = {}
 
     def generation(self) -> None:
-        """Begin a generation batch and forget what was found in an earlier one. All rounds of one batch (``resample``)
-        count as the same batch."""
+        """Begin a new batch if the current one has been trained on; else do nothing, since all rounds of one batch
+        (``dead_groups: resample``) count as the same."""
         if self._trained_on:
             self.batch += 1
             self.bad = set()
@@ -162,13 +176,16 @@ class Recorder:
     """Metrics of training and evaluation, and messages that are logged only once.
 
     Args:
-        book: class of the metric books; it defines how means are taken.
-        mode: returns the run's current mode, ``train`` or ``eval``.
-        speaks: returns whether this process logs messages.
-        trls: returns the metrics and the completions table that TRL writes by itself.
+        book: class of the metric books, which decides how means are taken.
+        mode: function that returns the run's current mode, ``train`` or ``eval``.
+        speaks: function that returns whether this process logs messages.
+        trls: function that returns TRL's own metrics (by mode) and its table of completions.
+
+    Attributes:
+        books: mode → metric book.
     """
 
-    #: Values that were not finite, if a guard is in force (``guard``). With None such a value is an error at once.
+    #: Record of values that are not finite; None if no guard is in force (``guard``): they then raise an error at once.
     faults: Faults | None = None
 
     def __init__(
@@ -192,7 +209,7 @@ class Recorder:
 
     @property
     def completions(self) -> dict[str, Any]:
-        """TRL's completions table."""
+        """TRL's table of prompts, completions, rewards and advantages, which it logs."""
         table: dict[str, Any] = self._trls()[1]
         return table
 
@@ -238,7 +255,7 @@ class Recorder:
 
 
 class Numbers(Protocol):
-    """A trainer's settings, algorithm and progress."""
+    """What a part may read of a trainer's settings, algorithm and progress."""
 
     algorithm: Algorithm
     lab_settings: LabSettings
@@ -261,7 +278,8 @@ class Numbers(Protocol):
 
 
 class Collectives(Protocol):
-    """A trainer's accelerator, and what each rank holds: models, optimizer, buffered micro-batches."""
+    """What a part may use of a trainer to talk to other ranks, and of what each rank holds: models, optimizer, metrics,
+    buffered micro-batches."""
 
     accelerator: Any
     is_fsdp_enabled: bool
@@ -274,7 +292,7 @@ class Collectives(Protocol):
 
 
 class Hooks(Protocol):
-    """A trainer's data, environments and rewards, and the methods that a team may override."""
+    """What a part may use of a trainer's data, environments and rewards, and the methods that a team may override."""
 
     train_dataset: Any
     environments: Any

@@ -1,12 +1,13 @@
 """Watch the ranks of a run: where each one is, which is missing when others wait, and whose weights are not finite.
 
-``named_place`` names what the training thread is doing. With several processes a thread on each rank (``RankWatch``)
-writes this every few seconds into the store through which the ranks found each other. It is read when something is
-wrong; a training step sends nothing:
+``named_place`` names what the training thread is doing: its *place*. With several processes a thread on each rank
+(``RankWatch``) writes the place every few seconds into the store through which the ranks found each other. A training
+step sends nothing. The places of all ranks are read if one rank stays at its place for too long:
 
-    half of ``ddp_timeout`` at one place, and nine tenths    each rank that has been there so long warns
-    the end, where torch raises (gloo; NCCL with             ``RankLost``, which names the missing rank
-    ``TORCH_NCCL_BLOCKING_WAIT=1``)                          (else NCCL's own watchdog ends the process)
+    half of ``ddp_timeout``, and nine tenths of it      that rank warns, and says where the others are
+    all of it, if torch then raises (gloo; NCCL with    ``RankLost``, which names the missing rank
+    ``TORCH_NCCL_BLOCKING_WAIT=1``)
+    all of it, if torch does not raise                  NCCL's own watchdog ends the process, without such a message
 
 ``ddp_timeout`` also holds on CPU ranks; transformers 5.17 passes it to torch only if there is an accelerator.
 """
@@ -37,21 +38,22 @@ from grpo_lab.finite import NumbersError, in_words, is_bad, not_finite_scores
 
 logger = logging.getLogger("grpo_lab")
 
-#: What gloo, NCCL and torch's stores say when a limit has passed.
+#: Messages of gloo, NCCL and torch's stores for a time limit that has passed.
 LATE = ("Timed out waiting", "Application timeout caused pair closure", "collective operation timeout")
-#: What they say when the other end is gone.
+#: Their messages for a connection that the other end has closed.
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-#: Each such message contains one of these words. Errors of other libraries also say "Broken pipe".
+#: Each of these messages also contains one of these words, unlike a "Broken pipe" of another library.
 OF_TORCH = ("gloo", "NCCL", "ProcessGroup", "TCPStore", "c10d")
-#: Files of libraries that only pass calls on. A process is said to be at the innermost line outside of them.
+#: Files of libraries that only pass calls on: the line that a process is at is the innermost one outside of them.
 MACHINERY = re.compile(r"/(torch|accelerate|concurrent/futures|asyncio)/|/(threading|contextlib|selectors)\.py")
-#: Seconds to connect, and to wait for an answer. The lost machine may be the one with the store.
+#: Seconds to connect to the store, and to wait for its answer: it may be on the machine that was lost.
 ANSWERS_WITHIN = 5.0
 #: Shares of the limit at which a rank warns if it is still at the same place.
 NOTICES = (0.5, 0.9)
-#: Number of beats without a word after which a rank counts as gone or stopped.
+#: Number of beats without a new entry after which a rank counts as gone or stopped.
 SILENT = 4
 
+#: Which weights ``refuse_bad_weights`` checks, in the words of its message: "the weights … NaN".
 TO_START_FROM = "that the training starts from hold"
 TRAINED = "that the training has left hold"
 TO_SEND = "that the vLLM engine is to sample with hold"
@@ -63,13 +65,13 @@ _spent: dict[str, float] | None = None
 
 
 class RankLost(RuntimeError):
-    """A collective ended without the others: one of them did not come within the time limit, or has ended."""
+    """Raised if a collective ended without another rank, which did not come within the time limit or has ended."""
 
 
 @contextmanager
 def named_place(name: str) -> Iterator[None]:
-    """Name what this process does inside the block, for messages about ranks; names nest. Also usable as a decorator.
-    Raises RankLost in place of torch's error if a collective passed its time limit or lost its other end."""
+    """Name what this process does inside the block, for messages about ranks and for ``counted``; names nest. Also a
+    decorator. Raise RankLost in place of torch's error if a collective passed its time limit or lost its other end."""
     _leave()
     _places.append(name)
     try:
@@ -92,7 +94,7 @@ def named_place(name: str) -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Add the time spent at the current place to its sum (``counted``), before the place changes."""
+    """Add the time spent at the current place to that place's sum (``counted``); called before the place changes."""
     global _changed
     if _spent is not None and torch.cuda.is_initialized():  # a GPU that is not used has no work to wait for
         torch.cuda.synchronize()
@@ -104,7 +106,8 @@ def _leave() -> None:
 
 @contextmanager
 def counted(seconds: dict[str, float]) -> Iterator[None]:
-    """Add to ``seconds``, inside the block, the time spent at each place and not at a place nested in it."""
+    """Add to ``seconds``, inside the block, the time spent at each place: names as ``place`` returns them → seconds. A
+    place's time does not contain that of the places nested in it."""
     global _spent
     _leave()
     _spent = seconds
@@ -129,7 +132,7 @@ def how_it_broke(error: RuntimeError) -> str | None:
 
 
 def is_of_lost_rank(error: Exception) -> bool:
-    """Return whether the error says that a collective ended without the others: ``RankLost``, or torch's own error."""
+    """Return whether a collective raised this error for want of another rank: ``RankLost``, or torch's own error."""
     return isinstance(error, RankLost) or (isinstance(error, RuntimeError) and how_it_broke(error) is not None)
 
 
@@ -139,8 +142,8 @@ def place() -> str:
 
 
 def line_of(thread: int) -> tuple[str, bool]:
-    """Return the innermost line of a thread that is not in torch's or Python's machinery, and whether the thread waits
-    in ``torch.distributed``."""
+    """Return where a thread is, its innermost line outside of ``MACHINERY``, and whether it waits for other ranks (in
+    ``torch.distributed``). ``thread``: the thread's identifier."""
     frame: FrameType | None = sys._current_frames().get(thread)
     waits = False
     while frame is not None:
@@ -153,8 +156,14 @@ def line_of(thread: int) -> tuple[str, bool]:
 
 
 class RankWatch:
-    """Context manager around a training. Inside it this rank publishes at which line it is, and warns if it waits too
-    long for others. With one process it does nothing."""
+    """Context manager around a training, in which a thread writes every few seconds where this rank is, and warns if
+    the rank stays at one place for too long. With one process it does nothing.
+
+    Attributes:
+        rank, ranks: this process's rank, and the number of processes.
+        limit: seconds that ranks wait for each other (``ddp_timeout``).
+        beat: seconds between two entries in the store.
+    """
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
@@ -192,8 +201,8 @@ class RankWatch:
             _watches.remove(self)
 
     def describe(self, kind: str, said: str) -> str:
-        """Return the message for a failed collective of this rank: ``kind`` from ``how_it_broke``, ``said`` from
-        torch."""
+        """Return the message for a failed collective of this rank. ``kind`` is what ``how_it_broke`` returned, ``said``
+        is torch's message."""
         here = f"rank {self.rank} of {self.ranks}"
         where = f"at «{place()}», step {self._step()}"
         if kind == "late":
@@ -207,7 +216,8 @@ class RankWatch:
         return f"{what}. {self.others()}. {then}. {again}. torch says: {said}"
 
     def others(self) -> str:
-        """Say where the other ranks are: first those that do not wait, since one of them is missing."""
+        """Return sentences that say where the other ranks are: first those that do not wait, since the missing rank is
+        among them."""
         try:
             if self._store is None:
                 raise OSError(self._why_no_store)
@@ -228,6 +238,7 @@ class RankWatch:
         return ". ".join(said)
 
     def _watch(self) -> None:
+        """Write this rank's entry at each beat, and warn at ``NOTICES``; what the thread runs."""
         warned = 0.0  # the share of the limit at the last warning of this place
         while not self._end.wait(self.beat):
             self._write()
@@ -241,6 +252,7 @@ class RankWatch:
             warned = due
 
     def _entry(self) -> dict[str, Any]:
+        """Return what the store holds of this rank: where it is, whether it waits for others, the time of writing."""
         line, waits = line_of(self._thread_that_trains)
         where = f"at «{place() or 'the beginning'}», step {self._step()}, for {time.monotonic() - _changed:.0f} s"
         where += f": {line} (pid {os.getpid()} on {socket.gethostname()})"
@@ -255,6 +267,7 @@ class RankWatch:
                 self._why_no_store = str(failure)
 
     def _read(self, rank: int) -> dict[str, Any] | None:
+        """Return the last entry of a rank; None if it has written none."""
         key = key_of(rank)
         if self._store.check([key]):
             return dict(json.loads(self._store.get(key)))
@@ -265,14 +278,14 @@ class RankWatch:
 
 
 def key_of(rank: int) -> str:
-    """Return the key under which a rank writes into the store. It holds torchrun's restart count, so that a restarted
-    rank has a new one."""
+    """Return the key under which a rank writes into the store. It contains torchrun's restart count: entries from
+    before a restart are not read."""
     return f"grpo_lab/place/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
 
 
 def hold_time_limit(args: Any) -> None:
-    """Apply ``args.ddp_timeout`` to gloo's collectives; for accelerators transformers does so. Raises ValueError if it
-    is no positive number of seconds."""
+    """Apply ``args.ddp_timeout`` to gloo's collectives; transformers applies it to those of accelerators. Raise
+    ValueError if it is no positive number of seconds."""
     limit = args.ddp_timeout
     if not isinstance(limit, int | float) or limit <= 0:
         must = "it must be a positive number of seconds (how long ranks wait for each other)"
@@ -282,8 +295,8 @@ def hold_time_limit(args: Any) -> None:
 
 
 class RankAwareTrainer(GRPOTrainer):
-    """``GRPOTrainer`` with named places (``named_place``). If sampling fails because scores are not finite, it raises
-    ``NumbersError`` in place of torch's error."""
+    """``GRPOTrainer`` whose methods name the place where a rank is (``named_place``), under a ``RankWatch``. If
+    sampling fails because scores are not finite, it raises ``NumbersError`` in place of torch's error."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with RankWatch(self), named_place("training"):
@@ -312,16 +325,23 @@ class RankAwareTrainer(GRPOTrainer):
 
 
 class OnRanks(Protocol):
-    """An object with a model and the accelerator of its ranks: a trainer, or the object that its engine gets."""
+    """Protocol of an object with a model and the accelerator of its ranks: a trainer, or TRL's ``VLLMGeneration``."""
 
     model: Any
     accelerator: Any
 
 
 def refuse_bad_weights(trainer: Any, which: str) -> None:
-    """Raise NumbersError, on every rank and naming tensors, if the weights hold NaN or infinities. Nothing can be
-    sampled from them, and torch says no more than "probability tensor". Raises ValueError if ``which`` is TRAINED and
-    no step was trained."""
+    """Raise an error, on every rank, if the weights hold NaN or infinities. Sampling from such weights fails, too, but
+    with an error of torch that names neither cause nor tensors.
+
+    Args:
+        which: TO_START_FROM, TRAINED or TO_SEND, for the message.
+
+    Raises:
+        NumbersError: some weights are not finite; the message names them.
+        ValueError: ``which`` is TRAINED, and no step was trained.
+    """
     if bad := names_of_bad(trainer):
         optimizer = "the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`)"
         blame = {
@@ -335,8 +355,11 @@ def refuse_bad_weights(trainer: Any, which: str) -> None:
 
 
 def names_of_bad(held: OnRanks) -> str | None:
-    """Return the names of tensors that are not finite on any rank, or None. Weights may hold neither NaN nor
-    infinities; buffers may hold infinities, since masks do. If all is well, one number is read and sent."""
+    """Return in words the names of the tensors that are not finite on some rank; None if there are none. A collective.
+
+    A weight is bad with NaN or infinities in it, a buffer with NaN only, since masks hold infinities. If all are good,
+    one number per rank is gathered and read.
+    """
     model = held.model
     device = held.accelerator.device
     with named_place("whether the weights are finite"):

@@ -1,12 +1,11 @@
 """Rows of micro-batches: the fields that each carries, the table of an optimizer step's rows, and bins cut from it.
 
-TRL's loop needs dicts: it shuffles the rows of a generation batch, cuts them into micro-batches and buffers those. The
-table of an optimizer step, its bins and a checkpoint hold the same fields. ``Carried`` lists every name that we read or
-write. Names that are not TRL's begin with ``OURS``, so that no release of TRL can use them otherwise.
+    dicts of tensors    what TRL's loop shuffles, cuts into micro-batches and buffers; ``Carried`` names the fields
+    ``RowTable``        all rows of an optimizer step on this rank, with the same fields
+    ``Bin``             the inputs of one forward: some rows of the table, without most of their padding
 
-TRL pads the rows of a micro-batch to the longest prompt and completion of the whole generation batch. A bin is some
-rows of the table. Each is written contiguously (prompt directly followed by completion) and padded on the right to the
-longest row *of the bin*. Of rows on other ranks a rank knows a few whole numbers (``step.row_numbers``).
+TRL pads the rows of a micro-batch to the longest prompt and completion of the whole generation batch. In a bin a row's
+completion directly follows its prompt, and rows are padded on the right to the longest row *of the bin*.
 """
 
 from __future__ import annotations
@@ -27,17 +26,19 @@ from grpo_lab.objectives.mixed import TASK_ROWS, TASK_TOKENS
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 
 Ints = NDArray[np.int64]
-OURS = "grpo_lab."
-#: Names of fields of ``Carried`` that are also needed as text.
+OURS = "grpo_lab."  # begins the names of fields that are not TRL's, which no release of TRL can then use
+#: Names of two fields of ``Carried``, which other code also reads by name.
 POSITION_OFFSET = f"{OURS}position_offset"
 POLICY_VERSION = f"{OURS}policy_version"
 CHOSEN = f"{OURS}chosen."
-"""Before the name of a selection (``objectives.Selecting``)."""
+"""A field of this prefix and the name of a selection (``objectives.Selecting``) says which tokens were selected."""
 HOLED = -(2**63)
 """Value in place of a prompt's number (a hash of its tokens) if its mask has a hole."""
 
 
 class _Field:
+    """Descriptor of ``Carried``: reads and writes the field ``key`` of its dict."""
+
     def __init__(self, key: str) -> None:
         self.key = key
 
@@ -67,19 +68,19 @@ class Carried:
             from.
         ref_logps: ``[B, T]``, under the reference model.
         sampler_weights: ``[B, T]`` or ``[B, 1]``, TRL's sampler correction, if it was computed at generation.
-        as_generated: ``[B, T]``, a copy of ``proximal_logps`` that were computed in other shapes than the loss has (by
-            bins at generation, for a batch that a team's method sees; by TRL, for a resampled one). Not if forwards are
-            random.
+        as_generated: ``[B, T]``, a copy of ``proximal_logps``, by which the update sees whether a team's method changed
+            them. A row that is equal uses the log-probs of the loss's own forward, which are rounded otherwise. Absent
+            if forwards are random (dropout).
         unmoved: long ``[B]``, 1 if the forward that trains on the row also gives its proximal log-probs. Only in the
             bins of a step whose micro-batches differ in that.
         old_values: float32 ``[B, T]``, the critic's values at generation; only with a critic (``value``).
         returns: float32 ``[B, T]``, the critic's targets; NaN for tokens without one.
-        position_offset: long ``[B]``, ``RowTable.offset`` of each row in the batch that it was generated in. Only in a
-            batch that was put together from several.
+        position_offset: long ``[B]``, ``RowTable.offset`` of each row in the batch in which it was generated. Only in a
+            batch that was put together from several (``scoring.resample``).
         length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction or
             ``token_weights_every``.
-        bonus_tokens: float ``[B]``, tokens of the row's micro-batch that an entropy bonus is the mean of; only while
-            an optimizer step with a bonus is computed.
+        bonus_tokens: float ``[B]``, the number of tokens in the row's micro-batch over which its entropy bonus is
+            averaged; only while an optimizer step with a bonus is computed.
         group_tokens: long ``[B]``, tokens that carry loss in all completions of the row's prompt, over all ranks; only
             for an aggregation that reads them (``prompt_mean``).
         task: long ``[B]``, the number of the row's task; only with ``tasks``.
@@ -87,10 +88,11 @@ class Carried:
             generation batch; only if a task has denominators of its own.
         pass_rate: float ``[B]``, share of right answers in the row's group, NaN if unknown; for
             ``token_weights_every``.
-        kept_tokens: int ``[B, T, K]``, the tokens that the engine kept at each place: ids + 1, and 0 for none; only
-            with ``top_k`` and the sampler correction (``generation.kept_sets``).
-        looked_logps: ``[B, T]``, the log-probs that the look found (``step.look``); only in a step that was looked at.
-        looked_entropies: ``[B, T]`` in nats, likewise.
+        kept_tokens: int ``[B, T, K]``, the tokens from which the engine sampled at each place: ids + 1, and 0 for none;
+            only with ``top_k`` and the sampler correction (``generation.kept_sets``).
+        looked_logps: ``[B, T]``, log-probs from the forward that looks for rows without a gradient (``step.look``);
+            only in a step that has one.
+        looked_entropies: ``[B, T]`` in nats, from the same forward.
     """
 
     policy_version = _Field(POLICY_VERSION)
@@ -133,13 +135,13 @@ def loss_mask(fields: MutableMapping[str, Any]) -> Tensor:
 
 
 def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the numbers of prompt and completion tokens, long ``[B]`` each. Tokens in a hole of a mask (made by a
-    team) count: they are part of the row, though nobody attends to them."""
+    """Return the numbers of prompt and completion tokens, long ``[B]`` each. Tokens in a hole of a mask (zeros between
+    ones, which a team may make) count: they are part of the row, though no token attends to them."""
     return prompt_lengths(fields), reach(fields["completion_mask"])
 
 
 def prompt_lengths(fields: MutableMapping[str, Any]) -> Tensor:
-    """Return the number of prompt tokens, long ``[B]`` (``row_lengths``)."""
+    """Return the number of prompt tokens, long ``[B]``, as ``row_lengths`` counts them."""
     return reach(fields["prompt_mask"].flip(1))
 
 
@@ -159,17 +161,16 @@ def row_tensors(fields: MutableMapping[str, Any]) -> dict[str, Tensor]:
 
 
 def has_hole(fields: MutableMapping[str, Any]) -> Tensor:
-    """Return bool ``[B]``: whether a mask has a hole. TRL's log-probs at generation are of the row without it."""
+    """Return bool ``[B]``: whether a mask has a hole. Log-probs from the generation attend to the tokens in it."""
     return holes_in(fields, *row_lengths(fields))
 
 
 def holes_in(fields: MutableMapping[str, Any], prompts: Tensor, completions: Tensor) -> Tensor:
-    """Return ``has_hole`` of rows whose lengths are known."""
+    """Return what ``has_hole`` returns, from lengths that are known already."""
     return prompts + completions != fields["prompt_mask"].bool().sum(1) + fields["completion_mask"].bool().sum(1)
 
 
-#: Field → its padding value, where that is not 0. TRL sums the log of the ratio over padding, too
-#: (``loss_type="vespo"``).
+#: Field → padding value, for fields not padded with 0: TRL sums a ratio's log over padding, too (``vespo``).
 FILL = {"importance_sampling_ratio": 1}
 
 
@@ -178,18 +179,17 @@ class Bin:
     """Inputs of one forward: n rows of at most L tokens with completions of at most T tokens.
 
     Attributes:
-        labels: long ``[n, L]``, the tokens whose log-probs the loss reads; −100 elsewhere (prompts, padding, tool
-            outputs).
-        attention_mask: ``[n, L]``, only if a mask has a hole, to which no token attends. Padding needs no mask: it is
-            on the right, where a causal model does not look.
-        take: ``[n, T]``, the index of each completion token's log-prob among the ``L - 1`` of the forward.
+        input_ids, position_ids: long ``[n, L]``.
+        labels: long ``[n, L]``, the tokens whose log-probs the loss reads; −100 for all others.
+        attention_mask: long ``[n, L]``, or None if no mask has a hole: a causal model ignores padding on the right.
+        take: long ``[n, T]``, the index of each completion token's log-prob among the ``L - 1`` of the forward.
+        loss_mask: bool ``[n, T]``, completion tokens that carry loss.
         fields: the table's per-row tensors for these rows, per-token ones cut to ``[n, T]``.
         micro_batch: long ``[n]``, in which micro-batch of the step TRL had the row.
-        token_count: float ``[n]``, TRL's token denominator of the row's generation batch. Both this and ``micro_batch``
-            are there only if the step's numbers are known (``row_numbers``).
-        shared: whether the forward computes each prompt once.
-        layout: the same bin on the host, from which what is scored and a packed row's layout are known; None: this bin
-            is on the host.
+        token_count: float ``[n]``, TRL's token denominator of the row's generation batch. Like ``micro_batch`` it is
+            set only if the step's numbers are known (``step.row_numbers``).
+        shared: whether the forward computes each prompt once, for all rows that have it.
+        layout: a copy of this bin on the host, for code that lays tokens out there; None if this bin is on the host.
     """
 
     input_ids: Tensor
@@ -219,8 +219,8 @@ LAYOUT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "too
 
 @dataclass(frozen=True)
 class OnHost:
-    """What the host must know of ``N`` rows to cut bins from them: prompt and completion lengths in tokens, and which
-    rows have a hole in a mask."""
+    """Lengths of prompt and completion in tokens, and whether a mask has a hole, of ``N`` rows: what the host must know
+    to cut bins from them."""
 
     prompts: Ints
     completions: Ints
@@ -231,9 +231,10 @@ class OnHost:
 class RowTable:
     """Table of ``N`` rows: prompts padded on the left to P tokens, completions on the right to T, and all other fields.
 
-    ``offset`` is the position index that TRL's padding gives the row's first prompt token (TRL passes no position ids).
-    Bins keep it, and with it TRL's numbers. ``per_token`` names the fields ``[N, T]`` that are aligned with the
-    completion.
+    Attributes:
+        offset: long ``[N]``, the position id of the row's first prompt token. TRL passes none, so its padding counts;
+            bins keep that position, and so get TRL's numbers.
+        per_token: names of the fields ``[N, T, …]`` that are aligned with the completion.
     """
 
     fields: dict[str, Tensor]
@@ -242,8 +243,7 @@ class RowTable:
 
     @staticmethod
     def of(window: list[dict[str, Any]]) -> RowTable:
-        """Build the table of an optimizer step's micro-batches on this rank. Widths may differ between generation
-        batches."""
+        """Build the table of this rank's micro-batches of an optimizer step, which may be padded to several widths."""
         rows = [row_tensors(batch) for batch in window]
         names = set.intersection(*(set(row) for row in rows)) - {POSITION_OFFSET, POLICY_VERSION}
         offset = torch.cat([row.get(POSITION_OFFSET, row["prompt_ids"].size(1) - prompt_lengths(row)) for row in rows])
@@ -259,7 +259,7 @@ class RowTable:
         return RowTable({**self.fields, **fields}, self.offset, self.per_token | fields.keys())
 
     def gathered(self, accelerator: Any) -> RowTable:
-        """Return the table of all ranks' rows, in rank order. (An optimizer step sends less: ``exchange``.)"""
+        """Return the table of all ranks' rows, in rank order. A collective."""
         if accelerator.num_processes == 1:
             return self
         fields = {}
@@ -282,8 +282,8 @@ class RowTable:
 
     @functools.cached_property
     def prompt_numbers(self) -> Tensor:
-        """A hash of each prompt's tokens, long ``[N]``: Σ token · wᵏ over places k from its end, modulo 2⁶⁴. ``HOLED``
-        if a mask of the row has a hole."""
+        """A hash of each prompt's tokens, long ``[N]``: Σ (token + 1) · wᵏ, modulo 2⁶⁴, over places k = 1, 2, … from
+        the prompt's end. ``HOLED`` if a mask of the row has a hole."""
         tokens = ((self.fields["prompt_ids"] + 1) * self.fields["prompt_mask"]).long()
         weights = tokens.new_full((tokens.size(1),), 6364136223846793005).cumprod(0)
         return (tokens * weights.flip(0)).sum(1).masked_fill(self.holes, HOLED)
@@ -294,33 +294,33 @@ class RowTable:
 
     @functools.cached_property
     def on_host(self) -> OnHost:
-        """Lengths and holes of the rows on the host, read in one transfer, which waits for the device. No bin waits
-        after it."""
+        """Lengths and holes of the rows on the host, from one transfer: cutting bins then does not wait for the device.
+        """
         prompts, completions, holes = torch.stack([*self.lengths, self.holes.long()]).cpu().numpy()
         return OnHost(prompts, completions, holes.astype(bool))
 
     @functools.cached_property
     def _layout(self) -> RowTable:
-        """The rows' tokens and masks on the host, copied from another device in one transfer per field."""
+        """A copy of the rows' tokens and masks on the host, one transfer per field."""
         fields = {name: self.fields[name].cpu() for name in LAYOUT if name in self.fields}
         return RowTable(fields, self.offset.cpu(), self.per_token)
 
     def prepared(self) -> RowTable:
-        """Read everything that the host needs to cut bins, and return this table."""
+        """Read from the device what the host needs to cut bins, and return this table."""
         _ = self.on_host
         if self.offset.device.type != "cpu":
             _ = self._layout.on_host
         return self
 
     def bin(self, rows: list[int], limit: int | None = None, shared: bool = False, index: Tensor | None = None) -> Bin:
-        """Return the bin of ``rows``. Without rows it is a dummy of two tokens and no loss, so that all ranks run as
-        many forwards. Nothing is read from the device once the table is ``prepared``.
+        """Return the bin of ``rows``. Nothing is read from the device if the table is ``prepared``.
 
         Args:
-            limit: number of positions that the model has. Padding behind a row that had more padding at generation
-                could pass it; such padding stays at the last position.
+            rows: indices in the table. None at all give a dummy row of two tokens without loss, with which a rank
+                takes part in the forward of others.
+            limit: number of positions that the model has. Right padding that would lie beyond gets the last position.
             shared: whether the forward is to compute each prompt once.
-            index: the rows on the table's device, if they are there already (``on_device``).
+            index: ``rows`` as a tensor on the table's device, if it is there already (``on_device``).
         """
         if index is None:
             index = on_device([rows], self.offset.device)[0]
@@ -377,20 +377,20 @@ def on_device(bins: list[list[int]], device: torch.device) -> list[Tensor]:
 
 
 def per_token_fields(widths: dict[str, int]) -> frozenset[str]:
-    """Return the names of fields aligned with the completion, from the widths over all ranks: TRL's, and a team's that
-    are as wide."""
+    """Return the names of the fields aligned with the completion: those that TRL has, and others that are as wide as
+    ``completion_ids``. ``widths``: field → its size in dimension 1, the same on all ranks."""
     wide = widths.get("completion_ids")
     follows = {name for name, width in widths.items() if width == wide and not is_of_prompt(name)}
     return frozenset(follows | (widths.keys() & COMPLETION_FIELDS))
 
 
 def is_of_prompt(name: str) -> bool:
-    """Return whether a field belongs to the prompt, and is padded on the left."""
+    """Return whether a field belongs to the prompt, and so is padded on the left."""
     return name.startswith("prompt_")
 
 
 def fitted(name: str, value: Tensor, width: int) -> Tensor:
-    """Return a field as ``[rows, width, …]``, cut or padded on the side of its padding."""
+    """Return the field ``name`` as ``[rows, width, …]``, cut or padded on the side where it has its padding."""
     missing = width - value.size(1)
     if missing <= 0:
         if is_of_prompt(name):

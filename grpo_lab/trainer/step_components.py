@@ -1,5 +1,5 @@
-"""The components that act in a step beside TRL's trainer. They are built once, after TRL's constructor, in the order in
-which they act."""
+"""The components that act in a step beside TRL's trainer. ``LabTrainer`` builds them once, after TRL's constructor, and
+calls them as ``self.parts``. Most are callbacks, too; ``stateful`` lists those whose state a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -42,16 +42,35 @@ from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.guard import NumbersGuard
 from grpo_lab.trainer.step.iteration import MovingReference, OptimizerReset, idle_pull
 
-#: Entries that a checkpoint of weights alone (``save_only_model``) leaves out.
+#: Entries of ``stateful`` that a checkpoint of weights alone (``save_only_model``) leaves out.
 BESIDE_WEIGHTS = ("reference", "kl", "preference", "without_moments")
 
 
 class StepComponents:
-    """One object of each component; ``critic`` and ``optimizer_reset`` are None if the settings do not ask for them.
-    The constructor adds callbacks to the trainer and, for a thinking budget, a rollout function.
+    """Holds one object of each component. A component that the settings do not ask for does nothing; ``critic`` and
+    ``optimizer_reset`` are None then. The constructor also adds callbacks to the trainer and, for a thinking budget,
+    sets its rollout function.
 
     Attributes:
-        stateful: components whose state a checkpoint keeps, by the names of its entries and in their order.
+        prompts: which prompt comes next (``sampler``, ``tasks``).
+        ahead: the prompts that are read before their turn.
+        overlap: the request for the next generation batch, made while this one trains (``rollout.overlap``).
+        partial: completions that are continued later (``rollout.cut_after``).
+        trajectories: completions in several turns (``rollout.turns``).
+        sync_proof: the comparison of the engine's weights with the trainer's.
+        generated: the number of tokens that the policy has generated.
+        weight_schedules: the weights of the rewards (``reward_schedules``).
+        preference: the reward model that is trained during the run.
+        resampler: prompts drawn in place of dead groups (``update.dead_groups: resample``).
+        kl: β of the KL penalty in the reward.
+        critic: the value network of PPO.
+        update: the exact update.
+        guard: steps that are left out because a number is not finite (``guard``).
+        optimizer_reset, reference: what is reset or moved before a generation (``reset_optimizer``,
+            ``reference_every``).
+        generation_buffer: the open generation batch, as a checkpoint keeps it.
+        due_evaluation, stop: an evaluation still due after a resume; the stop on request.
+        stateful: the components whose state a checkpoint keeps, by the names of its entries and in their order.
     """
 
     def __init__(self, trainer: GRPOTrainer, resolved: ResolvedArguments) -> None:
@@ -107,6 +126,8 @@ class StepComponents:
             check_training_prompts(trainer, trl_bridge.teams(trainer, "_tokenize_prompts") is not None)
 
     def _engine_hooks(self, trainer: GRPOTrainer) -> EngineHooks:
+        """Return the callbacks that the engine gets: for waits, for bytes sent, for faults and for proofs."""
+
         def record(moved: int) -> None:
             trainer.recorder.book().add_alike("rollout/sync_bytes", torch.tensor([moved]), 1)
 
@@ -120,6 +141,7 @@ class StepComponents:
         return EngineHooks(self.stop.wait, record, on_fault, prove)
 
     def _call_back(self, trainer: GRPOTrainer) -> None:
+        """Add the components' callbacks to the trainer: some before all others, in the order in which they must act."""
         trainer.add_callback(self.stop)
         trainer.add_callback(SilencedSettings(trainer))
         trainer.add_callback(self.trajectories.journals)
@@ -143,8 +165,8 @@ class StepComponents:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 
     def before_generation(self, training: bool) -> None:
-        """Prepare reward weights, guard and, in training, reference and optimizer for the next generation batch. Called
-        once per batch, however many rounds that takes."""
+        """Prepare reward weights, guard and, in ``training``, reference and optimizer for the next generation batch.
+        Called once per batch, also if the batch is drawn in several rounds (``resampler``)."""
         self.weight_schedules.apply()
         self.guard.before_generation()
         if training:
@@ -153,8 +175,8 @@ class StepComponents:
                 self.optimizer_reset.before_generation()
 
     def save(self, folder: Path, together: Together) -> None:
-        """Write what a checkpoint needs beside TRL's files; called on every rank. ``together`` turns an error on one
-        rank into one on all ranks."""
+        """Write the state of the components into a checkpoint's folder, beside TRL's files; called on every rank.
+        ``together`` calls a function and turns its error on one rank into an error on all ranks."""
         entries = dict[str, Any]()
         for name, part in self.stateful.items():
             if name not in BESIDE_WEIGHTS or not self._args.save_only_model:
@@ -163,7 +185,8 @@ class StepComponents:
         together(lambda: write_state(folder, known) if self._args.should_save else None)
 
     def load(self, saved: SavedState | None) -> None:
-        """Restore what ``save`` wrote; called on every rank before training begins."""
+        """Restore what ``save`` wrote; called on every rank before a training begins, with None if it does not resume.
+        """
         for part in self.stateful.values():
             part.load(saved)
 
@@ -192,8 +215,8 @@ def has_own_loss(trainer: Numbers) -> bool:
 
 
 def prove(trainer: GRPOTrainer) -> None:
-    """Check the loss in force at start-up (``prove_loss``) and log the result, with warnings about settings. If the
-    loss is left to TRL, log only that."""
+    """Check the loss in force on a toy batch (``prove_loss``) and log the result, with warnings about settings. Called
+    once, when the trainer is built. If the loss is left to TRL, log only that."""
     objective = trainer.algorithm.objective
     if objective is None:
         said = f"the loss is left to TRL: {trainer.algorithm.left_to_trl}"

@@ -20,13 +20,14 @@ from grpo_lab.requirements import described
 DOOR = "trl.generation.vllm_generation"
 """TRL's module that imports vLLM."""
 ASKED = "use_vllm: true"
+"""The setting that needs vLLM, as the log names it."""
 
 _log = logging.getLogger(__name__)
 
 
 def import_trl() -> None:
-    """Import TRL's module that imports vLLM, and hide vLLM if it is broken. Raises ImportError if TRL itself cannot be
-    imported."""
+    """Import TRL's module that imports vLLM, and hide vLLM from this process if it is broken. Raise the import's own
+    error if it fails without vLLM, too."""
     if DOOR in sys.modules or not _is_there("vllm"):
         return  # TRL itself handles a vLLM that is not installed
     before = dict(os.environ)
@@ -45,7 +46,7 @@ def import_trl() -> None:
 
 
 def _is_there(name: str) -> bool:
-    """Return whether a module could be imported; False for one that ``_hide_vllm`` has hidden."""
+    """Return whether a module can be found; its import may still fail. False for one that ``_hide_vllm`` has hidden."""
     try:
         return find_spec(name) is not None
     except ValueError:  # in sys.modules without a spec: a stand-in

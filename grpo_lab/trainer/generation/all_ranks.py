@@ -12,6 +12,7 @@ from grpo_lab.engines.vllm.talk import RequestRefused, ServerGone, TokenRefused
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
 
+#: Name → class of the errors that keep their class when they are raised on other ranks; others become RuntimeErrors.
 FAULTS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (ServerGone, EngineFault, WeightSyncError, PromptTooLong, RequestRefused, TokenRefused, ValueError)
@@ -19,6 +20,7 @@ FAULTS: dict[str, type[Exception]] = {
 
 
 def from_main(accelerator: Any, value: Any) -> Any:
+    """Return the main process's ``value`` on every rank. A collective."""
     box = [value]
     if accelerator.num_processes > 1:
         broadcast_object_list(box, from_process=0)
@@ -59,13 +61,13 @@ def raise_of_any(accelerator: Any, failure: Exception | None) -> None:
 
 
 def of_all_ranks(fault: BaseException | None) -> bool:
-    """Return whether ``raise_together`` raised ``fault``, or one of its causes, on every rank. Only then is work that
-    takes all ranks possible."""
+    """Return whether ``fault``, or an error that caused it, was raised on every rank (by ``raise_together`` or
+    ``raise_of_any``). Only then can the ranks still do work that takes all of them, such as writing a checkpoint."""
     return fault is not None and (getattr(fault, "of_all_ranks", False) or of_all_ranks(fault.__cause__))
 
 
 def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
-    """Call ``call`` on the main process; return its result, or raise its error, on every rank."""
+    """Call ``call`` on the main process; return its result, or raise its error, on every rank. A collective."""
     value = None
     failure = None
     if accelerator.is_main_process:

@@ -1,8 +1,8 @@
 """A request to a server that runs beside the training, in a thread of the main process.
 
 The thread only talks HTTP: no collectives, no random numbers, no tensors of the training. Whatever needs the server
-next (a sync, a proof, an evaluation's completions) first waits for the request, so weights never change under it. The
-completions, or an error, are kept until the main thread asks for them.
+next (a sync, a proof, an evaluation's completions) first waits for the request, so the server's weights do not change
+while it runs. The completions, or an error, are kept until the main thread asks for them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from typing import Any
 from grpo_lab.engines.vllm.talk import REQUEST
 from grpo_lab.threads import in_thread
 
-#: Seconds of one wait of the main thread. It handles signals between two waits.
+#: Seconds of one wait of the main thread, which handles signals between two waits.
 LOOK = 5.0
 
 
 class BackgroundRequest:
-    """One request for completions of ``prompts`` (token ids). ``ask`` starts in a thread when the object is made.
+    """One request to a server for completions of ``prompts``, sent in a thread as soon as the object is made.
+
+    Args:
+        ask: sends the request and returns the server's answer.
+        prompts: token ids.
+        version: number of optimizer steps that the policy whose weights the server holds had taken.
 
     Attributes:
-        version: optimizer steps that the policy had taken whose weights the server holds.
         waited: seconds that the main thread has waited for the completions.
-        taken: whether the completions were handed over.
+        taken: whether ``completions`` has returned them.
     """
 
     def __init__(self, ask: Callable[[], dict[str, Any]], prompts: list[list[int]], version: int) -> None:
@@ -45,11 +49,11 @@ class BackgroundRequest:
         self.waited += time.monotonic() - start
 
     def completions(self, prompts: list[list[int]], **_: Any) -> dict[str, Any]:
-        """Return the server's answer, or raise its error; takes the place of ``LabVLLMClient.generate``.
+        """Return the server's answer, or raise the request's error; called in place of ``LabVLLMClient.generate``.
 
         Raises:
-            RuntimeError: if ``prompts`` are not those of the request; only code that reads the data loader itself
-                causes that.
+            RuntimeError: ``prompts`` are not those of the request. Only a team's code that gives other rows when it is
+                called a second time causes that.
         """
         if prompts != self._prompts:
             raise RuntimeError(

@@ -1,8 +1,10 @@
 """Completions outside of TRL's own rollouts, by the engine that TRL drives. Every rank calls, so ranks stay in step.
 
-`PolicyGenerator` makes greedy answers of the current policy, for an evaluation during training. `ThinkingRollout` is
-the trainer's ``rollout_func`` with ``rollout.thinking_budget``. It calls TRL's own generation up to three times with
-another length limit (``engines/thinking_budget.py``), whichever engine TRL drives.
+    ``by_groups``           replaces the model's ``generate`` while TRL calls it (``rollout.generate``)
+    ``PolicyGenerator``     greedy answers of the current policy, for an evaluation during training
+    ``generate_in_step``    completions of any prompts; a rank with too few takes part with filler rows
+    ``ThinkingRollout``     the trainer's ``rollout_func`` with ``rollout.thinking_budget``: TRL's own generation, up to
+                            three times, each with another length limit (``engines/thinking_budget.py``)
 """
 
 from __future__ import annotations
@@ -26,16 +28,23 @@ from grpo_lab.trainer.exactness.model_conditions import dropout_rate, shared_dro
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
-#: Model in training → its compiled generation, with its graphs and its cache of keys and values.
+#: Model in training → its compiled generation, which owns CUDA graphs and a cache of keys and values.
 _COMPILED: MutableMapping[Any, CompiledGenerate] = WeakKeyDictionary()
 
 
 def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
-    """Return a context in which the model's ``generate``, which TRL calls, is the one that ``rollout.generate`` asks
-    for. Nothing changes with an engine, nor in a drop-in run with ``auto``, which draws what stock TRL draws.
+    """Return a context in which TRL's call of the model's ``generate`` does what ``rollout.generate`` asks for:
+
+        groups      a group's prompt is computed once for all its completions, and finished rows leave the batch
+        compiled    the same in compiled forwards, on a GPU
+        stock       transformers' own ``generate``
+        auto        ``groups`` if ``objective`` is set, no dropout is active and the model's cache allows it; else
+                    ``stock``
+
+    With vLLM or continuous batching the context changes nothing.
 
     Raises:
-        ValueError: if ``groups`` or ``compiled`` is asked for and is not possible.
+        ValueError: ``groups`` or ``compiled`` is asked for and is not possible.
     """
     how = trainer.lab_settings.rollout.generate
     engine = trainer.use_vllm or trainer.use_transformers_continuous_batching
@@ -63,8 +72,7 @@ NOT_ON_A_CPU = (
 
 
 def refuse_generation(how: str, model: Any, generation_config: Any) -> None:
-    """Raise ValueError if ``model`` cannot generate in the way ``how``, 'groups' or 'compiled'
-    (``rollout.generate``)."""
+    """Raise ValueError if ``model`` cannot generate in the way ``how``: ``groups`` or ``compiled``."""
     reason = _drops(model) or not_by_groups(model, generation_config)
     if reason:
         raise ValueError(f"`rollout.generate` is {how!r}, and {reason}: leave it out, and transformers makes every row")
@@ -73,7 +81,7 @@ def refuse_generation(how: str, model: Any, generation_config: Any) -> None:
 
 
 def _drops(model: Any) -> str:
-    """Return why active dropout rules out generation by groups; "" if no dropout is active."""
+    """Return a reason against generation by groups if dropout is active in ``model``, else an empty text."""
     drops = model.training and max(dropout_rate(model), shared_dropout_rate(model)) > 0
     if drops:
         return "dropout is active, which a prompt that is read once would share"
@@ -81,9 +89,18 @@ def _drops(model: Any) -> str:
 
 
 class PolicyGenerator:
-    """The policy in training as a `CompletionGenerator` of greedy answers. It draws no random number and records no
-    metric. With ``logprobs``, each answer gets the policy's log-probs, from one forward per row. Raise ValueError if
-    they are asked for and FSDP or DeepSpeed shards the weights."""
+    """Generator of greedy answers by the policy in training (a `CompletionGenerator`). It draws no random number and
+    records no metric.
+
+    Args:
+        logprobs: whether each answer gets the policy's log-probs, from a forward of its row alone.
+
+    Attributes:
+        context: largest number of tokens of prompt and completion together; None if the model has no limit.
+
+    Raises:
+        ValueError: log-probs are asked for, and FSDP or DeepSpeed shards the weights.
+    """
 
     def __init__(self, trainer: GRPOTrainer, logprobs: bool = False) -> None:
         self.trainer = trainer
@@ -107,7 +124,8 @@ class PolicyGenerator:
     def __call__(
         self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
     ) -> list[list[Completion]]:
-        """Return one greedy completion per prompt. Raise ValueError if samples are asked for."""
+        """Return one greedy completion per prompt (token ids), in a list of its own. Raise ValueError if samples are
+        asked for."""
         if n != 1 or temperature != 0:
             raise ValueError(f"an evaluation on the way is greedy; got n={n}, temperature={temperature}")
         trainer = self.trainer
@@ -136,8 +154,15 @@ class PolicyGenerator:
 def generate_in_step(
     trainer: GRPOTrainer, prompt_ids: list[list[int]], filler: list[list[int]], group: int, max_new_tokens: int
 ) -> list[Completion]:
-    """Return one completion per prompt, by the engine that TRL drives. Every rank must call this. A rank with too few
-    rows also completes ``filler`` and drops the result, so that ranks stay in step."""
+    """Return one completion per prompt, by the engine that TRL drives. Every rank must call this, also one without
+    prompts.
+
+    Args:
+        prompt_ids: this rank's prompts, token ids.
+        filler: its first prompt is completed for nothing, as often as this rank has too few rows (``rows_in_step``).
+        group: number of adjacent rows with the same prompt, which a server gets as one request.
+        max_new_tokens: length limit of each completion.
+    """
     rows = prompt_ids + filler[:1] * (rows_in_step(trainer, len(prompt_ids)) - len(prompt_ids))
     if not rows:
         return []
@@ -157,9 +182,11 @@ def generate_in_step(
 
 
 def rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
-    """Return how many rows this rank must hand in. An engine that ranks share (tensor parallel, server) needs the same
-    number from each: the largest. Otherwise a rank without rows hands in one if others have any, since gathering
-    sharded weights takes all ranks."""
+    """Return how many rows this rank, which has ``rows`` of its own, must pass to the engine. A collective.
+
+    An engine that ranks share (tensor parallel, server) needs the same number from each: the largest. Otherwise a rank
+    without rows passes one if another rank has any, since gathering sharded weights takes all ranks.
+    """
     if trainer.accelerator.num_processes == 1:
         return rows
     most = int(trainer.accelerator.gather(torch.tensor([rows], device=trainer.accelerator.device)).max())
@@ -170,9 +197,13 @@ def rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
 
 
 def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environment_factory: Any) -> Any:
-    """Return the ``rollout_func`` for the constructed ``trainer``: a ``ThinkingRollout`` if a budget is set, else its
-    own. Raise ValueError if the inserted text does not fit or does not close the thinking. Raise it, too, for a team's
-    rollout function, tools or environment, which make completions in their own way."""
+    """Return the ``rollout_func`` that the constructed ``trainer`` is to have: a ``ThinkingRollout`` if
+    ``rollout.thinking_budget`` is set, else its own.
+
+    Raises:
+        ValueError: a budget is set, and the inserted text does not fit or does not close the thinking; or there is a
+            rollout function, tools or an environment, which make completions in their own way.
+    """
     if settings.thinking_budget is None or settings.turns is not None:  # ``turns`` keeps it in each turn
         return trainer.rollout_func
     taken = {"rollout_func": trainer.rollout_func, "tools": trainer.tools, "environment_factory": environment_factory}
@@ -186,14 +217,15 @@ def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environmen
 
 
 class ThinkingRollout:
-    """A ``rollout_func(prompts, trainer)`` for TRL that keeps a thinking budget; logs ``rollout/cut_share``.
+    """A ``rollout_func(prompts, trainer)`` for TRL that inserts a text into each completion whose thinking has used up
+    its budget of tokens, to end it. Logs ``rollout/cut_share``, the share of completions that were cut so.
 
     Its ``env_mask`` marks the tokens that the policy wrote. TRL uses it as ``tool_mask``, which multiplies the loss,
     the sampler correction and every denominator that counts tokens; ``completion_mask`` keeps the inserted tokens as
-    context. The inserted tokens have NaN as sampler log-prob, so that any use of it would show.
+    context. The inserted tokens have NaN as the sampler's log-prob, so that any use of it would show.
     """
 
-    #: Whether completions come from the engine that TRL drives. Then its limits hold for them.
+    #: Tells ``prompt_fit`` that completions come from the engine that TRL drives, so that its limits hold for them.
     drives_trls_engine = True
 
     def __init__(self, budget: ThinkingBudget) -> None:
@@ -207,8 +239,8 @@ class ThinkingRollout:
         several = trainer.accelerator.num_processes > 1
 
         def generate(ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
-            """Generate the thinking in groups (a server gets one request with ``n = G``). Rows that are continued
-            differ within a group, and are generated one by one."""
+            """Generate from the bare prompts in groups (a server gets one request with ``n = G``), and from continued
+            rows, which differ within a group, one by one."""
             if self.budget.budget > 0 and ids == prompt_ids:
                 group = trainer.current_group_size
             else:

@@ -1,8 +1,9 @@
 """The tokens that the engine kept at each place (``top_p``, ``top_k``, ``min_p``), for log-probs over just these.
 
-TRL's engine answers with log-probs *after* the cut: a token that was cut has −∞. With ``top_k`` = K tokens as likely as
-the K-th stay, too (in bfloat16 often several). So an answer holds more than K log-probs a place, and it is proven that
-they are the whole set: their probabilities sum to 1.
+With these settings an engine samples each token from a part of the vocabulary, the *kept set*, and returns log-probs
+normalised over that set; all other tokens have −∞. The trainer must normalise over the same set, so it needs the sets.
+With ``top_k`` = K a set can be larger than K, since tokens as likely as the K-th stay, too (in bfloat16 often several).
+So more than K log-probs a place are asked for, and they are the whole set if their probabilities sum to 1.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: How far the probabilities of a kept set may be from 1, a sum of float32 numbers.
+#: How far the sum of a kept set's probabilities, float32 numbers, may be from 1.
 MASS = 1e-4
-#: Answers hold ``top_k`` log-probs a place and as many more, at least these: for tokens as likely as the last.
+#: Smallest number of log-probs a place that are asked for beyond ``top_k``, for tokens as likely as the K-th.
 TIES = 16
 
 
 class KeptSets:
-    """Reads the kept sets out of the engine's answers, and holds those of the last generation.
+    """Reads the kept sets from the engine's answers, and holds those of the last generation.
 
     Args:
-        top_k: the run's; 0: log-probs are of the whole vocabulary, and answers are left alone.
+        top_k: the run's ``top_k``; 0 if log-probs are of the whole vocabulary: then answers are not changed.
+
+    Attributes:
+        logprobs: number of log-probs to ask for at each place, in addition to the sampled token's.
     """
 
     def __init__(self, top_k: int) -> None:
@@ -32,8 +36,9 @@ class KeptSets:
         self._tokens: list[list[int]] = []
 
     def taken(self, answer: Any) -> Any:
-        """Return the engine's answer with the sampled tokens' log-probs alone, as TRL reads them; keep the sets. Raises
-        ValueError where the answer does not hold a whole set."""
+        """Keep the sets of an engine's answer, and return the answer with the log-probs of the sampled tokens alone, as
+        TRL reads them. ``answer``: what ``VLLMGeneration.generate`` returns. Raise ValueError if it does not hold a
+        whole set at each place."""
         if not self.logprobs:
             return answer
         prompt_ids, completion_ids, logprobs, token_ids = answer
@@ -58,14 +63,15 @@ class KeptSets:
         return prompt_ids, completion_ids, own, [[[token] for token in ids] for ids in completion_ids]
 
     def tensor(self, completion_ids: Tensor, mask: Tensor) -> Tensor | None:
-        """Return the sets of the last generation as int ``[B, T, K]``: token ids + 1, and 0 for no token. None if they
-        are not read. K is the same on all ranks and in all batches.
+        """Return the sets of the last generation as int ``[B, T, K]``: token ids + 1, and 0 for no token. Return None
+        if sets are not read. K is the same on all ranks and in all batches.
 
         Args:
-            completion_ids: ``[B, T]``, the batch that was made of it.
-            mask: ``[B, T]``, 1 at its tokens; 0 at all of a row that is left out.
+            completion_ids: long ``[B, T]``, the batch that was made of the last generation.
+            mask: ``[B, T]``, 1 at its tokens; 0 throughout a row that is masked out.
 
-        Raises ValueError if these are not the tokens that the sets are of.
+        Raises:
+            ValueError: the batch has other tokens than the last generation.
         """
         if not self.logprobs:
             return None

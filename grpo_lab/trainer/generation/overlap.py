@@ -6,8 +6,9 @@
 
 The policy that trains is thus always one generation batch ahead of the one that sampled. Nothing is dropped, paused or
 cut off, and no weights reach a running request. The first batch of a training, of a resumed one and of each epoch
-cannot be asked for in advance. It is generated when it is needed, with that step's weights. ``policy_version`` records
-which policy wrote each row; ``rollout/staleness`` is logged.
+cannot be asked for in advance: it is generated when it is needed, with that step's weights. ``policy_version`` records
+which policy wrote each row. ``rollout/staleness`` is logged, the optimizer steps between that policy and the one that
+trains.
 
 The prompts of batch k+1 come from the data loader, read one generation batch ahead (``read_ahead.py``). A resumed run
 reads them again and asks again. The request runs in a thread of the main process (``background.py``).
@@ -36,12 +37,12 @@ from grpo_lab.trainer.trl_bridge import prompt_tokens, replaced
 
 
 class Overlap(TrainerCallback):  # type: ignore[misc]
-    """Keeps the server one generation batch ahead. Its methods are listed in the order of their calls; every rank calls
-    each. They do nothing in an evaluation, or if ``rollout.overlap`` is not set.
+    """Keeps the server one generation batch ahead of the training. Every rank calls every method, in the order in which
+    they stand here. They do nothing in an evaluation, or if ``rollout.overlap`` is not set.
 
     Raises:
-        ValueError: if completions are made in turns (tools, an environment, a rollout function) or a vision model's
-            data bring images.
+        ValueError: completions are made in turns (tools, an environment, a rollout function), or the data of a vision
+            model have images.
     """
 
     def __init__(self, trainer: RolloutPort, settings: RolloutSettings, ahead: ReadAhead) -> None:
@@ -57,7 +58,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait for a request of an earlier training, if there is one, and forget it."""
+        """Wait for the request that an earlier training of this process has left, if there is one, and discard it."""
         self._ahead.forget()
         self._version = None
         if self.trainer.accelerator.is_main_process:
@@ -65,9 +66,12 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def handing_over(self) -> Iterator[None]:
-        """Return a context in which generation gets the completions that were asked for one batch ago. Wait for them
-        first; in the block, this step's weights are sent before generation asks. A server that is lost there and comes
-        back has lost them, and is asked anew."""
+        """Return a context in which TRL's generation gets the completions that were requested one batch ago.
+
+        On entry, wait for them. In the block TRL sends this step's weights, then asks for completions and gets those.
+        If the server is lost in between, they are lost, too, and the server that comes back is asked anew. On exit, log
+        the batch's staleness and the seconds waited.
+        """
         trainer = self.trainer
         if not self.on or not trainer.model.training:
             yield
@@ -94,7 +98,8 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         book.add_alike("rollout/waited_s", torch.tensor([waited]), 1)
 
     def _take_request(self) -> BackgroundRequest | None:
-        """Wait until the server is idle, then remove the pending request from the client and return it."""
+        """Wait until the server is idle, then remove the request from the client and return it; None if there is none.
+        """
         client = self.trainer.vllm_generation.vllm_client
         client.wait_until_idle()
         begun = client.in_background
@@ -102,8 +107,8 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         return begun
 
     def begin_next(self) -> None:
-        """Ask for the next generation batch, with the weights that the server holds now (they are proven). Do nothing
-        at the end of an epoch or of the training."""
+        """Request the completions of the next generation batch, with the weights that the server holds now, which have
+        been proven. Do nothing at the end of an epoch or of the training."""
         trainer = self.trainer
         if not self.on or not trainer.model.training:
             return
@@ -128,8 +133,8 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
 
 
 class BeginsAlone:
-    """Replaces the client while TRL assembles a request: starts it in the background and returns an empty answer. An
-    error of the request is raised where its completions are asked for."""
+    """Stands in for the client while TRL puts a request together: sends it in the background and returns an empty
+    answer. An error of the request is raised later, where its completions are asked for."""
 
     def __init__(self, client: LabVLLMClient, version: int) -> None:
         self.client = client

@@ -1,10 +1,10 @@
 """Partial rollouts, ``rollout: {cut_after: c}``: a completion longer than c tokens is put aside and continued with the
-next generation batch. So a few long ones do not hold up the rest.
+next generation batch. So a few long completions do not hold up the rest.
 
 Generation batch k needs P groups of G completions. In place of TRL's generation:
 
     until P groups are whole, and at least once:                                                           (a *turn*)
-        where fewer than P are whole: begin the loader's next unread generation batch, at most ⌈T/c⌉ ahead of k
+        if fewer than P are whole: begin the groups of the loader's next unread batch, at most ⌈T/c⌉ ahead of k
         continue every completion that has not ended, each by at most c tokens: one call of the engine
     train on the P oldest whole groups; all others wait
 
@@ -14,17 +14,18 @@ its completions have ended. At the end of an epoch and of the training no more g
 are continued until they are whole. So each prompt of an epoch is trained on once in it, in another order.
 
 Each token keeps the log-prob of the policy that sampled it. So the sampler's correction, a ratio per token, is right
-for a completion of several policies. ``policy_version`` of a row is that of its *first* segment, the oldest.
+for a completion that several policies wrote. ``policy_version`` of a row is that of its *first* segment, the oldest.
 
-The groups are the same on every rank; each asks the engine for its share of the rows. A checkpoint keeps them
-(``waiting.py``). An engine call that fails changes no group.
+Every rank holds all groups, and asks the engine for its share of the rows. A checkpoint keeps them (``waiting.py``). An
+engine call that fails changes no group.
 
-A row without a finite log-prob for each token (NaN in the engine's weights or KV cache) is not continued. It is asked
-for again at the next turn, after the weights were sent anew, which clears that cache. From the ``TURNS``-th such turn
-in a row of one generation batch on, rows are taken as they are. The guard then leaves out the steps that train on them.
+If the engine returns a segment with a log-prob that is not finite (NaN in its weights or KV cache), the segment is
+dropped. It is generated again at the next turn, after the weights were sent anew, which clears that cache. From the
+``TURNS``-th such turn in a row of one generation batch on, segments are taken as they are. The guard then leaves out
+the steps that train on them.
 
-Sources: Kimi k1.5 (arXiv 2501.12599, partial rollouts), which puts aside what passes a budget of tokens; APRIL (arXiv
-2509.18521), which begins more than it trains on. Both continue under the newer policy.
+Sources: Kimi k1.5 (arXiv 2501.12599, partial rollouts), which puts a completion aside once it has used up a budget of
+tokens; APRIL (arXiv 2509.18521), which begins more completions than it trains on. Both continue under the newer policy.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ from grpo_lab.trainer.trl_bridge import has_micro_batches, prompt_tokens, replac
 
 Rows = list[dict[str, Any]]
 Groups = tuple[WaitingGroup, ...]
-#: From this many turns in a row without finite log-probs on, within a generation batch, rows are taken as they are.
+#: From this many turns in a row with log-probs that are not finite on, within a generation batch, segments are kept.
 TURNS = 3
 
 
 class Batch(enum.Enum):
-    """Stages of the current generation batch; ``PartialState`` shows the transitions."""
+    """Stages of the current generation batch; ``PartialState`` says what each means and what follows it."""
 
     NONE = enum.auto()
     CHOSEN = enum.auto()
@@ -73,9 +74,10 @@ class Batch(enum.Enum):
 
 @dataclass(frozen=True)
 class PartialState:
-    """All groups that were begun and are not used up, the same on every rank, and the stage of the current batch.
+    """All groups that were begun and whose training is not over, the same on every rank, and the stage of the current
+    generation batch. ``waiting`` and ``in_training`` hold the groups, the oldest first.
 
-    A group:
+    The way of a group:
 
         the loader ── begin ──▶ waiting ── whole, one of the P oldest ──▶ in_training ── the batch is used up ──▶ gone
                                  │   ▲
@@ -100,14 +102,15 @@ class PartialState:
 
 
 class PartialRollouts(TrainerCallback):  # type: ignore[misc]
-    """Chooses the groups that a generation batch trains on, and keeps those that wait. Does nothing if
+    """Generates the groups that each generation batch trains on, and keeps those that wait. Does nothing if
     ``rollout.cut_after`` is not set. Every rank calls every method.
 
     Attributes:
+        cut: c, the most tokens of a segment; None if ``rollout.cut_after`` is not set.
         asked: prompts of the rows that this rank has in the engine at the moment; empty between two calls.
 
     Raises:
-        ValueError: if completions are made in turns or bring images.
+        ValueError: completions are made in turns, or the data may have images.
     """
 
     holds = (
@@ -134,12 +137,13 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         refuse_turns(trainer, "rollout.cut_after", turns, images)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Forget what an earlier training left, but keep what ``load`` has restored for this one."""
+        """Discard the groups that an earlier training left, but keep those that ``load`` has restored for this one."""
         if self._training is not state:
             self._begin_with(PartialState())
         self._ahead.forget()
 
     def _begin_with(self, state: PartialState) -> None:
+        """Begin the trainer's current training with the groups in ``state``."""
         self._training = self.trainer.state
         self._now = state
         self._after_step = state
@@ -150,8 +154,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
             self._after_step = replace(self._now, in_training=())
 
     def choose(self, inputs: Rows) -> Rows:
-        """Return this rank's rows of the generation batch, as many as ``inputs``, the loader's rows. In training, also
-        make their completions, which ``take`` hands over."""
+        """Return the rows of the data set that this rank trains on in the coming generation batch, as many as the
+        loader's, ``inputs``. In training these may be rows that were read earlier; their completions are then complete,
+        and ``take`` returns them. In evaluation return ``inputs``."""
         trainer = self.trainer
         if self.cut is None or not trainer.model.training:
             return inputs
@@ -170,9 +175,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return [dict(group.row) for group, _ in self._rows_of_this_rank()]
 
     def take(self, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]]] | None:
-        """Return (ids, log-probs) of the completions that ``choose`` made, or None if the engine is to be asked. Raise
-        RuntimeError if they belong to other prompts; only code that makes another prompt of a row the second time
-        causes that."""
+        """Return token ids and log-probs of the completions that ``choose`` made; None if the engine is to generate.
+        Raise RuntimeError if they belong to other ``prompts`` (token ids). Only a team's code that makes another prompt
+        of the same row when it is called a second time causes that."""
         if self._now.batch is not Batch.CHOSEN or not self.trainer.model.training:
             return None
         self._now = replace(self._now, batch=Batch.TAKEN)
@@ -186,8 +191,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return [list(one.ids) for _, one in rows], [list(one.logprobs) for _, one in rows]
 
     def versions(self) -> list[int] | None:
-        """Return, for each row of the current generation batch, how many optimizer steps the policy of its first
-        segment had taken. Return None if all rows are of one policy, that of the step or of ``overlap``."""
+        """Return, for each of this rank's rows of the current generation batch, how many optimizer steps the policy of
+        its first segment had taken; None in evaluation or without ``rollout.cut_after``."""
         if self.cut is None or not self.trainer.model.training:
             return None
         return [one.version for _, one in self._rows_of_this_rank()]
@@ -196,13 +201,15 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return [(group, one) for group in self._now.in_training for one in group.completions]
 
     def _rows_of_this_rank(self) -> list[tuple[WaitingGroup, WaitingCompletion]]:
+        """Return this rank's share of the batch's completions, each with its group."""
         rows = self._rows_of_all()
         accelerator = self.trainer.accelerator
         share = len(rows) // accelerator.num_processes
         return rows[accelerator.process_index * share :][:share]
 
     def _with_oldest_whole(self, inputs: Rows) -> PartialState:
-        """Take turns until there are enough whole groups; return the state that trains on the oldest of them."""
+        """Take turns until enough groups for a generation batch are whole. Return the state with the oldest of these in
+        training, and all others waiting."""
         trainer = self.trainer
         number = trainer.phase.start // trainer.phase.every
         wanted = len(inputs) * trainer.accelerator.num_processes // trainer.num_generations
@@ -230,7 +237,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return self._ahead.rows_to_train(self.trainer, (number + ahead) * self.trainer.phase.every) or []
 
     def _begin(self, rows: Rows) -> Groups:
-        """Begin the groups of all ranks' ``rows``, without a token yet. Either every rank has rows, or none has."""
+        """Return new groups, without a token yet, for the ``rows`` of all ranks. Either every rank has rows, or none
+        has. A collective, if there are rows."""
         if not rows:
             return ()
         trainer = self.trainer
@@ -246,9 +254,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return tuple(gather_object(mine))
 
     def _continue(self, groups: Groups, take_unscored: bool) -> tuple[Groups, bool]:
-        """Continue every unfinished completion by at most ``cut`` tokens; return the groups, and whether rows came
-        without log-probs. Such rows stay as they were, unless ``take_unscored``. If a call fails, all groups stay as
-        they were."""
+        """Continue every unfinished completion by one segment of at most ``cut`` tokens. Return the groups, and whether
+        the engine returned a segment without finite log-probs. Such a segment is dropped, unless ``take_unscored``.
+        ``groups`` itself is not changed, so a call that fails changes nothing."""
         assert self.cut is not None
         trainer = self.trainer
         version = int(trainer.state.global_step)
@@ -276,7 +284,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return tuple(longer), unscored
 
     def _made(self, rows: list[tuple[list[int], list[int]]], limit: int) -> list[Segment]:
-        """Generate the continuation of each row (prompt, completion so far) of all ranks."""
+        """Generate at most ``limit`` further tokens for each of ``rows``, (prompt, completion so far), which are the
+        same on every rank: each rank generates its share, and all get all segments."""
         trainer = self.trainer
         accelerator = self.trainer.accelerator
         share = math.ceil(len(rows) / accelerator.num_processes)
@@ -292,7 +301,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return list(gather_object(segments))
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings that must be the same in a checkpoint with groups and in this run."""
+        """Return the settings that must be the same in a checkpoint with groups and in the run that resumes it."""
         trainer = self.trainer
         phase = self.trainer.phase
         return {
@@ -305,7 +314,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         }
 
     def save(self, folder: Path) -> dict[str, Any] | None:
-        """Write the groups into a checkpoint and return the record's entry. Every rank calls this; one writes."""
+        """Write the groups, as of the last whole optimizer step, into a checkpoint, and return the record's entry.
+        Every rank calls this; one writes."""
         trainer = self.trainer
         if self.cut is None or trainer.args.save_only_model or not trainer.is_in_train:
             return None
@@ -318,8 +328,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
 
     def load(self, saved: SavedState | None) -> None:
         """Restore what ``save`` wrote. Every rank calls this before a training begins, after the open generation batch
-        was restored. Raise ValueError if the groups are damaged, of a run with other settings, or do not fit this
-        run."""
+        was restored (``GenerationBuffer``). Raise ValueError on every rank if the groups are damaged, come from a run
+        with other settings, or do not fit the engine's context."""
         found: PartialState | None = None
         problem: str | None = None
         if saved is not None:
@@ -332,6 +342,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         self._begin_with(found or PartialState())
 
     def _read(self, entry: Any, checkpoint: Path) -> PartialState:
+        """Return the groups of a checkpoint, given its record's ``entry``; raise ValueError as ``load`` does."""
         number = int(entry["waiting"])
         then = entry["settings"]
         now = self._settings()
@@ -359,6 +370,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return PartialState(waiting, in_training, Batch.TAKEN if has_micro_batches(self.trainer) else Batch.LOST)
 
 
+#: What a message says of a checkpoint whose entry cannot be read.
 _LOST = "the groups that wait are then lost, and as many prompts of the epoch are trained on twice"
 
 
@@ -368,4 +380,5 @@ def whole(groups: Groups) -> list[int]:
 
 
 def _longest(group: WaitingGroup) -> int:
+    """Return the most tokens that prompt and completion of a group may have together."""
     return len(group.prompt) + group.room

@@ -1,8 +1,8 @@
 """Prompts that do not fit the engine: found in the data before the first step if possible, else when they are used.
 
-vLLM refuses such a request together with its whole batch. On a server, a prompt must leave room for
-``max_completion_length`` tokens. An engine in the process needs room for one token, and ends completions at its
-context.
+vLLM refuses a request with a prompt that is too long, together with the rest of its batch. On a server a prompt must
+leave room for ``max_completion_length`` tokens. An engine in the process needs room for one token only, and ends
+completions where its context ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from trl import GRPOTrainer
 
 from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_limit
 
+#: Number of prompts that are tokenized at once.
 BATCH = 256
+#: Number of rows that an error names.
 NAMED = 5
 #: Number of requests that are sent to a server at the same time.
 AT_ONCE = 32
@@ -29,6 +31,7 @@ class PromptTooLong(ValueError):
 
 
 def _no_room(who: str, context: int, room: int) -> str:
+    """Return the error's message: ``who`` (with a verb) leaves no room for ``room`` tokens in ``context`` tokens."""
     return (
         f"{who} no room for {room} tokens of completion in the engine's context of {context} tokens: drop or shorten "
         f"prompts of more than {context - room} tokens, lower `max_completion_length`, or give the engine a larger "
@@ -39,7 +42,8 @@ def _no_room(who: str, context: int, room: int) -> str:
 def refuse_long(
     prompts: Sequence[Sequence[int]], context: int, room: int, decode: Callable[[list[int]], str] | None = None
 ) -> None:
-    """Raise ``PromptTooLong`` for the first prompt (token ids) with more than ``context`` − ``room`` tokens."""
+    """Raise ``PromptTooLong`` for the first prompt (token ids) with more than ``context`` − ``room`` tokens. With the
+    tokenizer's ``decode`` the message quotes its beginning."""
     for ids in prompts:
         if len(ids) > context - room:
             text = ""
@@ -51,9 +55,18 @@ def refuse_long(
 def fill_rooms(
     ask: Callable[..., dict[str, Any]], prompts: list[list[int]], context: int, features: Any = None, **sampling: Any
 ) -> dict[str, Any]:
-    """Return a server's answer in which each row may use all that its prompt leaves of ``context``, as with an engine
-    in the process. A request has one ``max_tokens`` for all its prompts, so each row is a request; the server takes
-    them together."""
+    """Ask a server for completions that may each be as long as their prompt leaves room in ``context``, which is what
+    an engine in the process does. Return one answer, as if all rows had been one request.
+
+    A request has one ``max_tokens`` for all its prompts, so each row is a request of its own; up to ``AT_ONCE`` are
+    sent at a time, and the server batches them.
+
+    Args:
+        ask: TRL's ``VLLMClient.generate``.
+        prompts: token ids.
+        features: image features of each row, or None.
+        sampling: further arguments of ``ask``.
+    """
 
     def row(number: int) -> dict[str, Any]:
         shown = None
@@ -73,8 +86,8 @@ def fill_rooms(
 
 
 def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise ``ValueError`` if a prompt (token ids) is empty or fills the engine's or the model's context; warn if one
-    leaves little room."""
+    """Raise ``ValueError`` if one of this rank's prompts (token ids) is empty, or fills the context of the engine or of
+    the model; warn if one leaves little room."""
     if any(len(ids) == 0 for ids in prompts):
         raise ValueError(
             "a prompt has no token: it is an empty text, and the tokenizer puts no beginning-of-text token in front, "
@@ -93,10 +106,11 @@ def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False) -> None:
-    """Raise ``ValueError`` that names the rows of the data sets which leave no room in the engine's context.
+    """Raise ``ValueError`` if rows of the data sets leave no room for a completion in vLLM's context; name the rows.
 
-    Not checked here: streamed data, images, environments (which make or extend prompts), a rollout function, and a
-    subclass with its own tokenization. Every rank checks all rows, so all of them fail together.
+    Not checked here: streamed data, images, environments (which make or extend prompts), a rollout function of a team,
+    and a subclass that tokenizes prompts itself (``tokenizes_itself``). Every rank checks all rows, so all of them fail
+    together.
     """
     own_rollout = trainer.rollout_func is not None and not getattr(trainer.rollout_func, "drives_trls_engine", False)
     if not trainer.use_vllm or trainer.environment_factories is not None or own_rollout or tokenizes_itself:
@@ -119,8 +133,11 @@ def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False)
 
 
 def too_long(trainer: GRPOTrainer, prompts: Any, limit: int) -> list[tuple[int, int]]:
-    """Return (row, tokens) of the prompts with more than ``limit`` tokens. A token stands for at least one byte, so a
-    prompt of few bytes is not tokenized. What a chat template adds is measured on the first prompt."""
+    """Return (index, number of tokens) of the prompts with more than ``limit`` tokens.
+
+    A token stands for at least one byte, so only prompts with enough bytes are tokenized. A chat template is taken to
+    add no more tokens than the whole first prompt has.
+    """
     if len(prompts) == 0:
         return []
 

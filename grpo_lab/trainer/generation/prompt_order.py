@@ -1,12 +1,13 @@
 """Order of the prompts: our samplers replace TRL's `RepeatSampler`, learn from the run, and are kept in the checkpoint.
 
-    sampler: {name: prioritized}                                     P(i) ∝ max(1 − s_i, floor), s_i from the run itself
+    sampler: {name: prioritized}                                     P(i) ∝ max(1 − s_i, floor), s_i: pass rate so far
     sampler: {name: curriculum, pass_rate_column: pass_rate}         easy → hard
     sampler: {name: uniform_then_hard, uniform_rounds: 50}           all problems first, then those below `hard_below`
     tasks: {arithmetic: {weight: 3}, sorting: {}}                    each task by its weight
 
-The samplers are in `grpo_lab/curation` (formulas, sources). The data set gets a column with each row's number. So a
-reward counts for its problem even if its prompt was drawn past the sampler (`update.dead_groups: resample`).
+The samplers are in `grpo_lab/curation` (formulas, sources). For `prioritized` the data set gets a column with each
+row's number. So a reward counts for its problem even if the prompt was drawn by `update.dead_groups: resample` and not
+by the sampler.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ ROW_COLUMN = "grpo_lab_row"
 
 
 def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_funcs: Any) -> Any:
-    """Return the data set with what the sampler needs; raise ValueError if it cannot have that."""
+    """Return the data set, with a column of row numbers (``ROW_COLUMN``) if the sampler is ``prioritized``. Raise
+    ValueError if the data set or the rewards lack what the sampler needs."""
     if settings is None:
         return dataset
     if dataset is None:
@@ -77,7 +79,16 @@ def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 class PromptOrder:
-    """Builds, feeds and saves the sampler of a training. Does nothing if neither ``sampler`` nor ``tasks`` is set."""
+    """Builds the sampler of a training, updates it with rewards, and saves its state. Does nothing if neither
+    ``sampler`` nor ``tasks`` is set.
+
+    Args:
+        group_size: completions per prompt.
+        every: micro-batches trained on per generation batch, for each of which the sampler repeats the batch's prompts.
+
+    Attributes:
+        sampler: the sampler in use; None if it is TRL's.
+    """
 
     holds = "with `sampler` what it knows of the prompts, with `tasks` how they are shared out"
 
@@ -90,7 +101,8 @@ class PromptOrder:
         self.sampler: RoundSampler | None = None
 
     def built(self, dataset: Any) -> RoundSampler | None:
-        """Return a new sampler in the shape of TRL's `RepeatSampler`, or None if TRL's own is to be used."""
+        """Build the sampler for ``dataset``, which yields rows in the pattern of TRL's `RepeatSampler`, keep it and
+        return it. Return None if TRL's own is to be used. Raise ValueError if the data set does not fit it."""
         settings = self.settings
         if settings is None and not self._tasks:
             return None
@@ -117,7 +129,7 @@ class PromptOrder:
         return self.sampler
 
     def _of_tasks(self, dataset: Any, shape: dict[str, int]) -> RoundSampler:
-        """Return a new sampler that shares the prompts out to the tasks."""
+        """Build a sampler whose batches hold each task by its weight. ``shape``: the pattern of TRL's sampler."""
         numbers = {name: number for number, name in enumerate(self._tasks)}
         weights = [task.weight for task in self._tasks.values()]
         try:
@@ -127,14 +139,19 @@ class PromptOrder:
         return self.sampler
 
     def learn(self, rows: Tensor, correct: Tensor | None) -> None:
-        """Update the sampler with one generation of all ranks. ``rows`` are row numbers (−1: unknown), ``correct``
-        correctness rewards (NaN: unscorable), both ``[N]``."""
+        """Update a ``prioritized`` sampler with the completions of all ranks.
+
+        Args:
+            rows: long ``[N]``, the row number of each completion; −1 if it is not known.
+            correct: ``[N]``, correctness rewards, NaN if unscorable; None if no reward measures correctness.
+        """
         if isinstance(self.sampler, PrioritizedSampler) and correct is not None:
             for row, successes, trials in outcomes(rows, correct):
                 self.sampler.update(row, successes, trials)
 
     def record(self, book: MetricBook) -> None:
-        """Log the shares of prompts that were seen and that are at the floor, once per generation batch."""
+        """Log the share of prompts that were tried so far, and the share whose weight is the floor, for a
+        ``prioritized`` sampler; called once per generation batch."""
         if isinstance(self.sampler, PrioritizedSampler):
             seen = self.sampler.trials > 0
             at_floor = self.sampler.weights <= self.sampler.floor
@@ -142,7 +159,8 @@ class PromptOrder:
             book.add_alike("sampler/at_floor_share", at_floor.sum(), self.sampler.num_samples)
 
     def save(self, _folder: Path) -> dict[str, Any] | None:
-        """Return the sampler's state for the checkpoint; None without a sampler. Every rank calls this."""
+        """Return the sampler's state for the checkpoint; None without a sampler of ours. Every rank calls this. Raise
+        RuntimeError if the samplers of the ranks differ."""
         if self.sampler is None:
             return None
         prints = gather_object([self.sampler.fingerprint()])
@@ -151,7 +169,8 @@ class PromptOrder:
         return dict(self.sampler.state_dict())
 
     def load(self, saved: SavedState | None) -> None:
-        """Restore the sampler from the checkpoint, before the first batch of the resumed epoch is drawn."""
+        """Restore the sampler's state, before the first batch of the resumed epoch is drawn. Raise ValueError if the
+        checkpoint has none, or one of other data."""
         if self.sampler is None or saved is None:
             return
         setting = "sampler" if self.settings else "tasks"
@@ -167,7 +186,8 @@ class PromptOrder:
 
 
 def outcomes(rows: Tensor, correct: Tensor) -> list[tuple[int, int, int]]:
-    """Return (row, right completions, scorable completions) for each known row, in ascending order of the rows."""
+    """Return (row number, right completions, scorable completions) for each row of the data set, in ascending order.
+    ``rows`` and ``correct`` are as in ``PromptOrder.learn``."""
     known = (rows >= 0) & ~correct.isnan().to(rows.device)
     found, place = torch.unique(rows[known], return_inverse=True)
     right = (correct.to(rows.device)[known] >= CORRECT_FROM).long()

@@ -16,15 +16,15 @@ from grpo_lab.trainer.settings.parse import RolloutSettings
 
 def batches_ahead(settings: RolloutSettings, longest: int | None) -> int:
     """Return how many generation batches may be begun before their turn. With ``cut_after`` = c and completions of at
-    most T tokens it is ⌈T/c⌉: by then the oldest waiting completion has been continued until it is whole."""
+    most ``longest`` = T tokens it is ⌈T/c⌉: after so many turns the oldest waiting completion is whole."""
     if settings.cut_after is not None and longest is not None:
         return math.ceil(longest / settings.cut_after)
     return settings.overlap
 
 
 class ReadAhead:
-    """Holds the micro-batches that transformers' loop takes in an epoch, and up to ``ahead`` later ones. Does nothing
-    if ``ahead`` is 0."""
+    """Reads the data loader for transformers' loop and holds the micro-batches of the current optimizer step and up to
+    ``ahead`` later ones of the epoch. Holds nothing if ``ahead`` is 0."""
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
@@ -38,8 +38,8 @@ class ReadAhead:
         self.first = 0  # micro-batches trained on before the current optimizer step
 
     def read(self, source: Iterator[Any], number: int, first: int) -> Iterator[Any]:
-        """Return the next ``number`` micro-batches of ``source`` (fewer at its end). ``first`` is how many were trained
-        on before them."""
+        """Return the next ``number`` micro-batches of the data loader's iterator ``source`` (fewer at its end), those
+        of one optimizer step. ``first`` is how many micro-batches were trained on before them."""
         if self._ahead == 0:
             return source
         if source is not self._source:  # an epoch begins
@@ -55,7 +55,8 @@ class ReadAhead:
         return iter(self._given)
 
     def rows(self, number: int) -> Any | None:
-        """Return micro-batch ``number`` of the training, counted from 0, or None if the epoch has no more."""
+        """Return micro-batch ``number`` of the training, counted from 0; None if the epoch ends before it, or if it is
+        not among those held."""
         place = number - self.first
         known = [*self._given, *self._coming]
         if 0 <= place < len(known):
@@ -73,8 +74,8 @@ class ReadAhead:
 
 
 def refuse_turns(trainer: RolloutPort, setting: str, turns: str, images: str) -> None:
-    """Raise ValueError if completions are made in turns (tools, an environment, a rollout function) or bring images.
-    ``turns`` and ``images`` are the reasons why ``setting`` cannot have them."""
+    """Raise ValueError if completions are made in turns (tools, an environment, a rollout function) or the data may
+    have images. ``turns`` and ``images`` are the reasons, for the message, why ``setting`` does not work with each."""
     taken = {"rollout_func": turns, "environment_factories": turns, "tools": turns}
     found = [(f"`{name.replace('ies', 'y')}`", why) for name, why in taken.items() if getattr(trainer, name, None)]
     found += [("data with images", images)] if trl_bridge.may_bring_images(trainer) else []

@@ -1,5 +1,5 @@
 """Protocols of this package: what early generation uses of the run, and what talking to a server uses of TRL's engine.
-mypy checks the files that take them against these lists (``pyproject.toml``)."""
+mypy checks the files that take such an argument against these lists (``pyproject.toml``)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from grpo_lab.trainer.ports import Phase, Recorder
 
 @dataclass(frozen=True)
 class EngineHooks:
-    """Callbacks that a trainer gives to its engine; the defaults are those of an engine without a trainer.
+    """Functions that a trainer gives to its engine; the defaults do for an engine without a trainer.
 
     Args:
-        waiting: returns the context around a wait for a server, which a signal may interrupt.
-        synced: gets the bytes of the tensors of each sync.
-        on_fault: gets the error for log-probs that are not finite; ``None``: it is raised.
-        prove: proves the weights of a server that came back, with the prompts of the generation that failed.
+        waiting: returns a context for a wait for a server, in which a signal may end the wait.
+        synced: called after each weight sync with the number of bytes that were sent.
+        on_fault: called with the error for log-probs that are not finite. ``None``: the error is raised.
+        prove: compares the weights of a server that came back with the trainer's; called with the prompts of the
+            generation that failed.
     """
 
     waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -31,7 +32,7 @@ class EngineHooks:
 
 
 class EnginePort(Protocol):
-    """TRL's ``VLLMGeneration`` in server mode, with what ``trl_engine`` adds to it."""
+    """What code that talks to a server uses of TRL's ``VLLMGeneration``, with what ``trl_engine`` adds to it."""
 
     accelerator: Any
     model: Any
@@ -44,9 +45,9 @@ class EnginePort(Protocol):
     group_port: int
     #: Client of the server. It is replaced when a lost server is back.
     vllm_client: Any
-    #: Largest number of tokens of prompt and completion together. ``page`` is the size of a page of the cache in
-    #: tokens.
+    #: Largest number of tokens of prompt and completion together.
     context: int
+    #: Number of tokens in a page of the engine's cache of keys and values.
     page: int
     adapters: AdapterFiles | None
     hooks: EngineHooks

@@ -1,7 +1,7 @@
 """Check that a vLLM server serves the model that the trainer trains, before anything is sent.
 
-With another end-of-sequence id completions never end, although the proof of the sync passes; with other shapes loading
-fails.
+If the server's end-of-sequence ids are others, completions never end, although the proof of the sync passes. If shapes
+of parameters are others, loading the weights fails.
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ logger = logging.getLogger("grpo_lab")
 
 
 def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -> None:
-    """Raise ``ValueError`` with every difference: end-of-sequence ids, vocabulary, tokenization, parameter shapes.
+    """Compare end-of-sequence ids, vocabulary, tokenization and parameter shapes of server and trainer.
 
     Our worker extension describes the server's model. Without it (``vllm serve`` by hand) the server is tested with
-    requests; shapes are then not compared, and a warning says so. Another chat template also gets only a warning, since
-    it changes nothing here.
+    requests; shapes are then not compared, and a warning says so. A different chat template gets only a warning, since
+    prompts are sent as token ids.
+
+    Args:
+        client: client of the server.
+        model: the trainer's model.
+        processing_class: the trainer's tokenizer or processor.
+
+    Raises:
+        ValueError: something differs; the message names every difference.
     """
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
@@ -63,7 +71,8 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
 
 
 def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[str, Any]) -> list[str]:
-    """Return sentences about parameters whose shapes differ between models of the two configs. Uses no memory."""
+    """Return sentences that name the parameters whose shapes differ between models of the two configurations, ``ours``
+    and the server's. The models are built on the meta device, without memory."""
     if theirs.get("model_type") != ours.model_type:
         return [f"its model is a {theirs.get('model_type')!r}, the trainer's a {ours.model_type!r}"]
     with torch.device("meta"):
@@ -80,7 +89,8 @@ def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[st
 
 
 def _tried_out(client: LabVLLMClient, tokenizer: Any, ends: list[int]) -> list[str]:
-    """Return the differences that completions and the server's tokenize endpoint show."""
+    """Return, as sentences, differences that requests to a server without our worker extension show: in how it
+    tokenizes a text, and whether completions end at the trainer's end-of-sequence ids ``ends``."""
     found = []
     missed = []
     body = {"model": client.model, "prompt": PROBE_TEXT, "add_special_tokens": False}

@@ -1,14 +1,14 @@
 """``vllm_mode: server`` inside the trainer: one process talks to the server, and all ranks learn the outcome.
 
 In TRL the main process talks to the server while the others wait for its broadcast; an error on the main process leaves
-them waiting. Here every exchange ends in ``raise_together``: the same error on every rank at the same place. So a
-checkpoint, which takes all ranks, can be written before the run ends.
+them waiting. Here every exchange ends in ``raise_together``, which raises the same error on every rank at the same
+place. So a checkpoint, which takes all ranks, can be written before the run ends.
 
 A server that is lost during a run may come back: whoever runs it (systemd, Slurm, Kubernetes) starts it again. The run
-waits for it up to ``rollout.server.return_timeout`` (``ServerReturn``). Then every rank connects and checks the model
-as at the start and sends all weights. They are proven with the prompts of the failed generation, which is then made
-again. The completions are other samples than they would have been: the new server's random numbers begin with its
-``--seed``.
+waits for it up to ``rollout.server.return_timeout`` seconds (``ServerReturn``). Then it connects, checks the model as
+at the start and sends all weights. These are proven with the prompts of the generation that failed, and the generation
+is made again. Its completions are other samples than the lost ones would have been, since the new server's random
+numbers begin with its ``--seed``.
 """
 
 from __future__ import annotations
@@ -44,23 +44,32 @@ from grpo_lab.trainer.trl_bridge import replaced
 Proven = TypeVar("Proven")
 logger = logging.getLogger("grpo_lab")
 
-#: Faults that leave the trainer as it was after its last step, so that a checkpoint of it is worth saving.
+#: Errors that leave the trainer as it was after its last step, so that a checkpoint of it is worth saving.
 KEPT = (ServerGone, PromptTooLong, RequestRefused)
-#: Number of times that one generation may lose its server. A batch that crashes the server is not sent for ever.
+#: Number of lost servers in one generation that end the run, so that a batch which crashes servers is given up.
 LOSSES = 3
-#: Seconds before the next attempt at a server that answered and was lost again.
+#: Seconds before the next attempt to connect to a server that answered and was lost again.
 LOOK_AGAIN = 1.0
 #: Answer of a server without completions.
 NOTHING: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 
 
 def connect(generation: EnginePort, settings: ServerSettings, wait: float | None = None) -> None:
-    """Wait for the server and set up the transfer of weights, in place of ``VLLMGeneration._init_vllm`` in server mode.
-    ``wait`` is in seconds (None: as long as at the start). Raise ``ValueError`` if the server has another model, or a
-    context no larger than the longest completion."""
+    """Wait for the server, check its model and set up the transfer of weights; in place of TRL's
+    ``VLLMGeneration._init_vllm`` in server mode. Set ``vllm_client`` on the main process, and ``context`` and ``page``
+    on every rank, which all call this.
+
+    Args:
+        wait: seconds; None: TRL's ``vllm_server_timeout``.
+
+    Raises:
+        ServerGone: the server did not answer in time.
+        ValueError: it has another model, or a context no larger than the longest completion.
+    """
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
 
     def meet(client: LabVLLMClient) -> None:
+        """Raise ValueError if the server's context or model does not fit."""
         longest = generation.max_completion_length
         if longest is not None and longest >= client.context:
             raise ValueError(
@@ -70,6 +79,7 @@ def connect(generation: EnginePort, settings: ServerSettings, wait: float | None
         check_same_model(client, generation.model, generation.processing_class)
 
     def talk() -> tuple[int, int]:
+        """Connect, on the main process; return the server's context and page in tokens."""
         limit = generation.server_timeout if wait is None else wait
         with read_as_vllms(url):
             client = LabVLLMClient(settings, base_url=url, group_port=generation.group_port, connection_timeout=limit)
@@ -85,7 +95,7 @@ def connect(generation: EnginePort, settings: ServerSettings, wait: float | None
 
 
 def sync(generation: EnginePort, stock: Callable[[], None]) -> None:
-    """Send the weights by TRL's method (``stock``); a failure is raised on every rank."""
+    """Send the weights by TRL's ``sync_weights`` (``stock``); raise the main process's error on every rank."""
     failure = None
     try:
         stock()
@@ -95,7 +105,8 @@ def sync(generation: EnginePort, stock: Callable[[], None]) -> None:
 
 
 def generate(generation: EnginePort, stock: Callable[[], Any]) -> Any:
-    """Generate by TRL's method (``stock``); a failure on the main process is raised on every rank."""
+    """Generate by TRL's ``generate`` (``stock``) and return what it returns; raise the main process's error on every
+    rank."""
     if not generation.accelerator.is_main_process:
         answer = stock()
         raise_together(generation.accelerator, None)
@@ -108,10 +119,11 @@ def generate(generation: EnginePort, stock: Callable[[], Any]) -> Any:
 
 
 class KeptFailure:
-    """Replaces the client during one generation: keeps the first failure and returns an empty answer instead.
+    """Stands in for the client during one generation: keeps the first error in ``failure`` and returns an empty answer
+    instead, so that the main process reaches the broadcast for which the other ranks wait.
 
-    So the main process reaches the broadcast for which the others wait. ``on_fault`` gets the ``EngineFault`` of
-    log-probs that are not finite; unless it raises, completions come without log-probs.
+    ``on_fault`` is called with the ``EngineFault`` for log-probs that are not finite. If it returns, the completions
+    are generated again without log-probs. None: such an error is kept like any other.
     """
 
     def __init__(self, client: LabVLLMClient, on_fault: Callable[[Exception], None] | None = None) -> None:
@@ -135,6 +147,7 @@ class KeptFailure:
         return self.client.generate_unscored(prompts, **arguments)
 
     def _tried(self, call: Callable[[], Any], otherwise: Any) -> Any:
+        """Return what ``call`` returns; return ``otherwise`` if it fails, or if a call failed before."""
         if self.failure is None:
             try:
                 return call()
@@ -150,9 +163,21 @@ def prove(
     prompt_ids: list[list[int]],
     tolerance: Callable[[torch.dtype], float],
 ) -> SyncGap:
-    """Prove the sync over HTTP and return the gap: compare the main process's probe with every rank's forward pass, and
-    the tensors (``named_params``) if they can be read. ``tolerance`` maps the dtype of the server's weights to nats per
-    token. Raises as ``judge`` and ``sync_gap`` do."""
+    """Prove the sync with a server and return the gap. Every rank calls this.
+
+    The main process has the server complete ``prompt_ids``. Each rank compares the log-probs of these tokens with those
+    of its own forward. If the server's tensors can be read, they are compared, too.
+
+    Args:
+        named_params: returns a stream of names and tensors that the server should hold.
+        model: the trainer's model.
+        prompt_ids: token ids; those of the main process count.
+        tolerance: returns the largest allowed gap, in nats per token, for the dtype of the server's weights.
+
+    Raises:
+        WeightSyncError: the server holds other weights (``judge``).
+        EngineFault: a log-prob is not finite (``sync_gap``).
+    """
     accelerator = generation.accelerator
     client = getattr(generation, "vllm_client", None)
     asked = on_main(accelerator, lambda: (client.probe(prompt_ids), client.dtype, client.reads_tensors))
@@ -170,11 +195,15 @@ def prove(
 
 
 class ServerReturn:
-    """Syncs and generations of one run in server mode; in each the server may be lost and come back.
+    """Makes the syncs, proofs and generations of a run in server mode, and repeats one whose server was lost and came
+    back. If the server does not come back in time, ``ServerGone`` ends the run, after a checkpoint.
 
-    If it does not come back in time, the run ends as without ``return_timeout``: a checkpoint, then ``ServerGone``.
-    ``patience`` is how long ranks wait for each other, in seconds (``ddp_timeout``); it must exceed the wait for the
-    server.
+    Args:
+        settings: ``return_timeout``, the seconds for which a lost server is waited for; None or 0: it is not.
+        patience: seconds that ranks wait for each other (``ddp_timeout``).
+
+    Raises:
+        ValueError: there are several ranks, and ``patience`` does not exceed the wait for the server.
     """
 
     def __init__(self, generation: EnginePort, settings: ServerSettings, patience: float = math.inf) -> None:
@@ -191,9 +220,10 @@ class ServerReturn:
         self._unproven = False
 
     def sync(self, stock: Callable[[], None]) -> None:
-        """Send the weights to the server, or to the one that came in its place.
+        """Send the weights by TRL's method (``stock``); if the server is lost, to the one that comes back.
 
-        A signal ends the wait for a server that hangs, but not over NCCL, where the server would wait for the rest.
+        A signal ends the wait for a server that hangs. Not so over NCCL, where the server would wait for the tensors
+        that are not sent yet.
         """
         client = getattr(self.generation, "vllm_client", None)
         over_nccl = getattr(client, "way", "") == "nccl"
@@ -204,7 +234,8 @@ class ServerReturn:
             self._reconnect(lost, stock)
 
     def generate(self, stock: Callable[[], Any], stock_sync: Callable[[], None], prompts: list[list[int]]) -> Any:
-        """Generate; if the server is lost and comes back, prove its weights and ask again."""
+        """Generate by TRL's method (``stock``). If the server is lost and comes back, send the weights by
+        ``stock_sync``, prove them with ``prompts`` and ask again."""
 
         def proven_and_asked() -> Any:
             self._prove(prompts)
@@ -213,22 +244,22 @@ class ServerReturn:
         return self._asked(proven_and_asked, stock_sync, "generation")
 
     def record(self, book: MetricBook) -> None:
-        """Log how often the server came back since the last batch. A batch may take several generations (turns of
+        """Log how often the server came back during the batch's generations, of which there may be several (turns of
         tools, a thinking budget, groups drawn anew)."""
         if self.waits:
             book.add_alike("rollout/server_returns", torch.tensor([float(self._since)]), 1)
         self._since = 0
 
     def proof(self, prove: Callable[[], Proven], stock_sync: Callable[[], None]) -> Proven:
-        """Call ``prove`` between two generations and return its result. If the server is lost meanwhile, prove the one
-        that comes back."""
+        """Call ``prove`` and return its result. If the server is lost meanwhile, prove the one that comes back."""
         with self.generation.hooks.waiting():
             proven = self._asked(prove, stock_sync, "proof")
         self._unproven = False
         return proven
 
     def _asked(self, ask: Callable[[], Proven], stock_sync: Callable[[], None], what: str) -> Proven:
-        """Call ``ask``, and again after each return of a lost server, ``LOSSES`` times at most."""
+        """Call ``ask``, and again after each return of a lost server. At loss number ``LOSSES`` raise ``ServerGone``;
+        ``what`` names the call in its message."""
         for _ in range(LOSSES - 1):
             try:
                 return ask()
@@ -240,8 +271,8 @@ class ServerReturn:
             raise ServerGone(f"{lost}. That was loss {LOSSES} of the server in one {what}") from lost
 
     def _reconnect(self, lost: ServerGone, stock_sync: Callable[[], None]) -> None:
-        """Wait for the server, connect and send the weights; raise ``ServerGone`` if that fails. Every rank calls this
-        with the same ``lost``."""
+        """Wait for the server, connect and send the weights; raise ``ServerGone`` if that fails, or if no time is set
+        for it. Every rank calls this with the same error ``lost``."""
         if not self.waits:
             raise lost
         start = time.monotonic()
@@ -261,8 +292,9 @@ class ServerReturn:
             logger.info(f"the vLLM server is back after {waited:.0f} s, with this step's weights; their proof is next")
 
     def _have_back(self, stock_sync: Callable[[], None], end: float) -> None:
-        """Connect and send the weights; retry until ``end`` on the main process's clock. A server that is about to end
-        may answer once more, or refuse a token whose file is gone; then the wait goes on."""
+        """Wait for the server, connect and send the weights; try again until ``end`` on the main process's clock. A
+        server that is about to end may answer once more, or refuse a token whose file is gone: the wait then goes on.
+        """
         accelerator = self.generation.accelerator
         while True:
             try:
@@ -276,7 +308,8 @@ class ServerReturn:
             time.sleep(LOOK_AGAIN)
 
     def _prove(self, prompts: list[list[int]]) -> None:
-        """Prove the weights of a server that came back, however rarely the run proves otherwise."""
+        """Prove the weights of a server that came back, whatever ``verify_every`` is. Raise ``ServerGone`` on every
+        rank if they are not the trainer's."""
         prove = self.generation.hooks.prove
         if not self._unproven or prove is None:
             return
@@ -292,9 +325,12 @@ class ServerReturn:
 
 @contextlib.contextmanager
 def checkpoint_if_server_gone(trainer: GRPOTrainer, stop: StopOnRequest) -> Iterator[None]:
-    """Return a context in which a fault of ``KEPT``, or Ctrl-C in a wait for the server, ends the run with a checkpoint
-    of its last step. If one rank of several fails alone (a prompt too long for its own engine, or in its rows of
-    streamed data), there is none: that would take all of them."""
+    """Return a context in which an error of ``KEPT``, or Ctrl-C during a wait for the server, is passed on only after a
+    checkpoint of the last step was written.
+
+    If one rank of several fails alone (a prompt too long for its own engine, or in its rows of streamed data), no
+    checkpoint is written, since that takes all ranks.
+    """
     try:
         yield
     except KEPT as fault:
@@ -317,7 +353,7 @@ def checkpoint_if_server_gone(trainer: GRPOTrainer, stop: StopOnRequest) -> Iter
 
 
 def record_returns(trainer: RolloutPort) -> None:
-    """Log ``rollout/server_returns`` of the batch that was just made, if there is a server."""
+    """Log ``rollout/server_returns`` for the batch that was just generated, if there is a server."""
     returns = getattr(getattr(trainer, "vllm_generation", None), "server_return", None)
     if returns is not None:
         returns.record(trainer.recorder.book())
@@ -328,7 +364,8 @@ def checkpoint_folder(trainer: GRPOTrainer) -> str:
 
 
 def save_for_resume(trainer: GRPOTrainer, then: str) -> str:
-    """Write a checkpoint as TRL would after this step; return a sentence with its place and what to do ``then``."""
+    """Write a checkpoint as TRL would after the last step. Return sentences that say where it is and what to do next,
+    which begin with ``then``; or why there was nothing to save."""
     if not trainer.is_in_train:
         return "No training was in progress, so there was nothing to save"
     step = trainer.state.global_step

@@ -4,10 +4,11 @@
     shared_memory   no NCCL between them (a CPU on either side, or one GPU for both): safetensors in /dev/shm and the
                     server's own reload (``engines/vllm/worker.py``), on one machine
 
-With ``rollout.sync: adapter`` only the LoRA adapter is sent: a folder in /dev/shm that the server loads under its own
-name.
+With ``rollout.sync: adapter`` only the LoRA adapter is sent: it is written to a folder in /dev/shm, which the server
+loads under the version's own name.
 
-Before anything is sent, the server's model is compared with the trainer's (``same_model.py``).
+Before anything is sent, the server's model is compared with the trainer's (``same_model.py``). A sync, a generation or
+a probe first waits for the request that runs in the background (``rollout.overlap``), if there is one.
 """
 
 from __future__ import annotations
@@ -36,12 +37,22 @@ from grpo_lab.trainer.settings.parse import ServerSettings
 
 logger = logging.getLogger("grpo_lab")
 
-#: Paths of requests that generate, and so may take long.
+#: Paths of requests that generate, and so may rightly take long.
 GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")
 
 
 def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], url: str) -> str:
-    """Return ``nccl`` or ``shared_memory``; raise ``ValueError`` with what the server (``vllm_config``) lacks."""
+    """Return the way in which weights travel to the server: ``nccl`` or ``shared_memory``.
+
+    Args:
+        chosen: ``rollout.server.weights``: one of the two, or ``auto``, which is NCCL if both sides have a GPU.
+        trainer: the trainer's device.
+        server: the server's ``vllm_config``.
+        url: the server's address.
+
+    Raises:
+        ValueError: the way is not possible; the message says what is missing.
+    """
     server_device = str((server.get("device_config") or {}).get("device", "unknown")).partition(":")[0]
     gpus = trainer.type == "cuda" and server_device == "cuda"
     if chosen != "auto":
@@ -74,7 +85,8 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
 
 
 def refuse_without_lora(rank: int, server: Mapping[str, Any], url: str) -> None:
-    """Raise ``ValueError`` if a server (its ``vllm_config``) cannot take the run's adapters."""
+    """Raise ``ValueError`` if a server with the ``vllm_config`` in ``server`` cannot take LoRA adapters of rank
+    ``rank``."""
     lora = server.get("lora_config")
     replicas = (server.get("parallel_config") or {}).get("data_parallel_size") or 1
     start = f"start it with `grpo-lab serve --model … --max-lora-rank {rank}`"
@@ -92,45 +104,56 @@ def refuse_without_lora(rank: int, server: Mapping[str, Any], url: str) -> None:
 
 
 def read_to_end(stream: Iterator[Any]) -> None:
-    """Exhaust a stream of tensors, also after a failure: gathering a shard needs every rank, and merged adapters are
-    unmerged at the end of the stream."""
+    """Exhaust a stream of tensors. This is needed after a failure, too, and on ranks that send nothing: gathering a
+    shard takes every rank, and merged adapters are unmerged at the end of the stream."""
     for _ in stream:
         pass
 
 
 class LabVLLMClient(VLLMClient):  # type: ignore[misc]
-    """TRL's client of a vLLM server, with a time limit on every call. A call that fails raises ``ServerGone``,
-    ``EngineFault`` or ``WeightSyncError``."""
+    """TRL's client of a vLLM server, with a time limit on every call.
 
-    way = ""  # how weights travel, set by open_way
+    Attributes:
+        info: the server's resolved configuration (``vllm_config``).
+        adapters: names of the LoRA adapters that the server holds; it samples with the last.
+
+    Raises:
+        ServerGone: from any method, if the server does not answer, or no longer holds what this run sent.
+        EngineFault: a completion has a log-prob that is not finite.
+        WeightSyncError: weights that were sent did not arrive.
+    """
+
+    way = ""  # how weights travel, ``nccl`` or ``shared_memory``; set by open_way
     decode: Callable[[list[int]], str] | None = None  # the tokenizer's, to quote a prompt in an error
-    meet: Callable[[], None] = staticmethod(lambda: None)  # checks that it is the same model; set by connect
-    faulty = False  # a log-prob was not finite, so the server's cache may hold NaN
-    sends_adapters = False  # instead of weights; set by open_way
-    in_background: BackgroundRequest | None = None  # whose completions were not yet taken
+    meet: Callable[[], None] = staticmethod(lambda: None)  # raises ValueError for another model; set by connect
+    faulty = False  # whether a log-prob was not finite, so that the server's cache may hold NaN
+    sends_adapters = False  # whether adapters are sent instead of weights; set by open_way
+    in_background: BackgroundRequest | None = None  # the request whose completions were not yet taken
 
     def __init__(self, settings: ServerSettings, **arguments: Any) -> None:
         self.settings = settings
         super().__init__(**arguments)
         self.info = self.get_server_info()
-        #: Sends JSON to a path of the server and returns its answer. Raises ``ServerGone``.
+        #: Sends JSON to a path of the server and returns its answer.
         self.post = functools.partial(talk.post_json, self.session, self.base_url)
         self.courier = WeightCourier(self.post)
-        self.adapters: list[str] = []  # names that the server holds; it samples with the last
+        self.adapters: list[str] = []
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait until the server is ready. TRL's constructor calls it; TRL's own waits for ever at a silent port."""
+        """Wait at most ``total_timeout`` seconds until the server is ready. TRL's constructor calls this; TRL's own
+        method waits for ever at a port that accepts connections and never answers."""
         limit = min(self.settings.request_timeout, self.settings.silence_timeout)
         talk.bound_session(self.session, timeout=limit, retries=self.settings.retries, backoff=self.settings.backoff)
         talk.wait_until_ready(self.base_url, total_timeout, token=self._find_token)
 
     def wait(self, limit: float) -> None:
-        """Wait at most ``limit`` seconds until the lost server answers."""
+        """Wait at most ``limit`` seconds until a server answers in place of the lost one."""
         self.close_communicator()
         talk.wait_until_ready(self.base_url, limit, token=self._find_token, setting="rollout.server.return_timeout")
 
     def _find_token(self) -> str | None:
-        """Set the server's token for all later requests and return it; None for a server that somebody else started."""
+        """Find the server's access token, set it for all later requests and return it; None if the server has none that
+        is known here."""
         token = of_trainer(self.base_url, self.settings.token_file)
         self.session.auth = None if token is None else Bearer(token)
         return token
@@ -139,7 +162,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return talk.answer_of(self.session, self.base_url, url, lambda: self.session.get(url, **arguments))
 
     def _post(self, url: str, **arguments: Any) -> dict[str, Any]:
-        """Send a POST request. A generation may rightly take long, so the server is watched meanwhile."""
+        """Send a POST request and return its answer. A request that generates may rightly take long, so the server is
+        watched meanwhile, and only its silence ends the wait."""
         if not url.endswith(GENERATIONS):
             return talk.answer_of(self.session, self.base_url, url, lambda: self.session.post(url, **arguments))
 
@@ -160,7 +184,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return dict(answer)
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the server's resolved configuration (TRL 1.15's client cannot ask for it)."""
+        """Return the server's resolved configuration, ``vllm_config`` (TRL 1.15's client cannot ask for it)."""
         try:
             answer = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})
         except talk.RequestRefused as refused:
@@ -182,12 +206,13 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
 
     @property
     def reads_tensors(self) -> bool:
-        """Return whether the server's tensors can be compared with the trainer's: our worker, this machine."""
+        """Return whether the server's tensors can be compared with the trainer's: it runs our worker extension, on this
+        machine."""
         return self.has_worker and urlparse(self.base_url).hostname in LOCAL_NAMES
 
     @property
     def context(self) -> int:
-        """Most tokens of prompt and completion together that the server takes."""
+        """Largest number of tokens of prompt and completion together that the server takes."""
         return int(self.info["model_config"]["max_model_len"])
 
     @property
@@ -196,8 +221,9 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return int(self.info["cache_config"]["block_size"])
 
     def open_way(self, device: torch.device, lora_rank: int | None = None) -> None:
-        """Choose how weights travel, or adapters of at most rank ``lora_rank``, and try it. Raise ``ValueError`` if no
-        way is possible."""
+        """Choose the way of the weights and open it: a NCCL group, or a test that the server can read this machine's
+        shared memory. With ``lora_rank`` adapters of at most that rank are sent instead. Raise ``ValueError`` if no way
+        is possible."""
         self.sends_adapters = lora_rank is not None
         if lora_rank is not None:
             refuse_without_lora(lora_rank, self.info, self.base_url)
@@ -217,7 +243,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             )
 
     def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Send all weights to the server, once it is idle."""
+        """Send all weights to the server, once it is idle; the stream ``named_params`` is read to its end in any case.
+        """
         try:
             self.wait_until_idle()
             self._see_that_it_is_the_same()
@@ -234,8 +261,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             read_to_end(named_params)
 
     def load_adapter(self, version: AdapterVersion) -> None:
-        """Send a LoRA adapter to the server, once it is idle; from then on the server samples with it. Unload the
-        version before the last."""
+        """Have the server load a version of the LoRA adapter, once it is idle, and sample with it from then on. Before
+        that, unload the version before the last."""
         self.wait_until_idle()
         self._see_that_it_is_the_same()
         for old in self.adapters[: 1 - LORA_VERSIONS]:
@@ -249,11 +276,13 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.faulty = False
 
     def _say(self, path: str, body: dict[str, str]) -> None:
+        """Send JSON to a path whose answer is text."""
         url = self.base_url + path
         talk.answer_of(self.session, self.base_url, url, lambda: self.session.post(url, json=body), is_text=True)
 
     def _see_that_it_is_the_same(self) -> None:
-        """Check a restarted server's model again; raise ``ServerGone`` if it, or this run's connection, is another."""
+        """Check again the model of a server that was started again since the last sync. Raise ``ServerGone`` if it has
+        another model, or cannot take this run's weights without a new connection."""
         if not (self.has_worker and self.courier.pushes) or self.courier.is_current():
             return
         self.model, self.info = self._get(f"{self.base_url}/v1/models")["data"][0]["id"], self.get_server_info()
@@ -268,11 +297,13 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             raise talk.ServerGone(f"{again}, without this run's adapter")
 
     def reset_prefix_cache(self) -> None:
+        """Have the server drop its cached prompts; raise ``WeightSyncError`` if it does not."""
         if not self._post(f"{self.base_url}/reset_prefix_cache").get("success", True):
             raise WeightSyncError("the server would not drop its cached prompts after a weight sync")
 
     def check_same_weights(self) -> None:
-        """Raise ``ServerGone`` if the server no longer holds what this run sent last; only our worker can tell."""
+        """Raise ``ServerGone`` if the server no longer holds the weights that this run sent last. Without our worker
+        extension in the server this cannot be known, and nothing is raised."""
         if self.has_worker and not self.courier.is_current():
             raise talk.ServerGone(
                 f"the vLLM server at {self.base_url} no longer holds this run's weights: it was started again, or "
@@ -280,15 +311,16 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             )
 
     def differing(self, named_params: Iterator[tuple[str, torch.Tensor]]) -> list[TensorDifference]:
-        """Return the tensors in which server and trainer differ; the stream is read to its end."""
+        """Return the tensors in which server and trainer differ. The stream ``named_params`` is read to its end."""
         try:
             return [TensorDifference(**entry) for entry in self.courier.differing(named_params)]
         finally:
             read_to_end(named_params)
 
     def begin(self, prompts: list[list[int]], version: int, **arguments: Any) -> None:
-        """Send a request as ``generate`` does, but in the background; the server has the weights of ``version``. Raise
-        RuntimeError if another request's completions were not yet taken."""
+        """Send a request as ``generate`` does, but in the background (``in_background``). ``version`` is the number of
+        optimizer steps of the policy whose weights the server has. Raise RuntimeError if another request's completions
+        were not yet taken."""
         if self.in_background is not None:
             raise RuntimeError("a generation was begun while another's completions were not yet taken")
         ask = functools.partial(self._drawn, prompts, **arguments)
@@ -300,12 +332,13 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             self.in_background.wait()
 
     def generate(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Generate as TRL's client does. Raise ``EngineFault`` for a log-prob that is missing, NaN or infinite, and
-        ``PromptTooLong`` for a prompt without room."""
+        """Generate completions of ``prompts`` (token ids) as TRL's client does, once the server is idle. Raise
+        ``EngineFault`` for a log-prob that is missing, NaN or infinite, ``PromptTooLong`` for a prompt without room."""
         self.wait_until_idle()
         return self._drawn(prompts, **sampling)
 
     def _drawn(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:
+        """Generate as ``generate`` does, without waiting for a request in the background."""
         refuse_long(prompts, self.context, sampling.get("max_tokens") or 1, self.decode)
         try:
             with talk.read_as_vllms(self.base_url):
@@ -322,14 +355,16 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return answer
 
     def _asked(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:
-        """Send TRL's request; if ``max_tokens`` is None, each row gets as many tokens as there is room for."""
+        """Send TRL's request and return the answer. If ``max_tokens`` is None, each row gets as many tokens as there is
+        room for."""
         ask = super().generate
         if sampling.get("max_tokens", 1) is None:
             return fill_rooms(ask, prompts, self.context, **sampling)
         return dict(ask(prompts, **sampling))
 
     def generate_unscored(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:
-        """Generate again with None for each log-prob: JSON cannot carry an answer with NaN in it."""
+        """Generate completions with None in place of each log-prob. Called after a server could not answer because a
+        log-prob is NaN, which JSON cannot carry."""
         answer = self._asked(prompts, **{**sampling, "logprobs": None})
         ids = answer["completion_ids"]
         unscored = [[[None] for _ in row] for row in ids]
@@ -337,7 +372,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return {**answer, "logprobs": unscored, "logprob_token_ids": [[[token] for token in row] for row in ids]}
 
     def probe(self, prompt_ids: list[list[int]]) -> Probe:
-        """Draw fresh samples at temperature 1 from the whole vocabulary, see ``engines/weights/proof.py``."""
+        """Return fresh samples at temperature 1 from the whole vocabulary, with their log-probs, to prove a sync
+        (``engines/weights/proof.py``)."""
         answer = self.generate(prompt_ids, n=1, temperature=1.0, max_tokens=PROBE_TOKENS, logprobs=0)
         logprobs = [[position[0] for position in row] for row in answer["logprobs"]]
         return Probe(answer["prompt_ids"], answer["completion_ids"], logprobs)

@@ -1,19 +1,20 @@
 """``rollout: {turns: …}``: completions with tools or an environment are trajectories that go on by themselves.
 
-    TRL's ``_generate``                    what happens here
-    tokenize the prompts
-    ``_generate_single_turn``              sync; with an engine: whole trajectories; then the sync's proof
-    parse the first turns
-    ``_tool_call_loop``                    hand over the trajectories; without an engine: make them, in rounds
-    count tokens, tool calls, failures
+    steps of TRL's ``_generate``           what happens in them here
+    1. tokenize the prompts
+    2. ``_generate_single_turn``           weight sync; with vLLM: generate whole trajectories; then the sync's proof
+    3. parse the first turns
+    4. ``_tool_call_loop``                 return the trajectories; without vLLM: generate them now, in rounds
+    5. count tokens, tool calls, failures
 
-TRL draws environments, resets them and collects their tools before; rewards and losses come after. They get what TRL's
-own loop gives them, and ``turns``, a column of the rows. What tools said has log-prob NaN, where TRL has 0: TRL masks
-the difference of log-probs and sets NaN to 0, which is its own result to the bit; any other use shows.
+Before ``_generate`` TRL draws environments, resets them and collects their tools. After it come rewards and losses.
+They get what TRL's own loop gives them, and in addition ``turns``, a column of the rows. A tool's answer has log-prob
+NaN, where TRL has 0: TRL masks the difference of log-probs and sets NaN to 0, which is its own result to the bit, and
+any other use shows.
 
-Ranks: an engine in the process or a server is asked by each rank for its own trajectories. A failure of a server, on
-any rank, is raised on all of them once each has stopped, with how far its trajectories have come. If the server comes
-back they go on from there. Without an engine, and with a team's own ``_generate_single_turn``, ranks are in step.
+Ranks: with vLLM, in the process or as a server, each rank asks for its own trajectories. If a server fails on any rank,
+each rank first stops where its trajectories are, then all raise the error. If the server comes back, the trajectories
+go on from there. Without vLLM, and with a team's own ``_generate_single_turn``, ranks ask in step.
 """
 
 from __future__ import annotations
@@ -54,14 +55,19 @@ logger = logging.getLogger("grpo_lab")
 
 
 class Trajectories:
-    """The trajectories of the current generation batch. Does nothing if ``rollout.turns`` is not set. Every rank calls
-    every method.
+    """Generates the trajectories of each generation batch in place of TRL's turns. Does nothing if ``rollout.turns`` is
+    not set. Every rank calls every method.
 
     Attributes:
-        made: this rank's trajectories, in the order of its rows.
+        made: this rank's trajectories of the current batch, in the order of its rows.
+        journals: callback that keeps turns on disk for a resume.
+        dialogue: how turns are written as tokens and parsed, by the run's tokenizer and chat template.
+        tools: how tools are called, with time limits.
+        limits: limits on turns and tokens.
+        thinking: the thinking budget of each turn, or None.
 
     Raises:
-        ValueError: if the run has no tools, brings images, or has a column of the name that rewards get.
+        ValueError: the run has no tools, its model takes images, or a data set has a column ``turns``.
     """
 
     def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings, proof: SyncProof) -> None:
@@ -87,11 +93,13 @@ class Trajectories:
 
     @property
     def on(self) -> bool:
+        """Whether ``rollout.turns`` is set."""
         return self.rollout.turns is not None
 
     @contextlib.contextmanager
     def tools_in_use(self) -> Iterator[None]:
-        """Return a context around a training. After it no process of a tool is left; an evaluation starts new ones."""
+        """Return a context for a training, at whose end the processes of tools are closed. A later evaluation starts
+        new ones."""
         try:
             yield
         finally:
@@ -100,6 +108,7 @@ class Trajectories:
                 self.tools = ToolCalls(self.rollout.turns, self.dialogue.cut)
 
     def _limits(self) -> LoopLimits:
+        """Return the limits on turns and tokens: those of ``rollout.turns``, else TRL's, and the engine's context."""
         trainer = self.trainer
         turns = self.rollout.turns
         assert turns is not None
@@ -116,6 +125,7 @@ class Trajectories:
         )
 
     def _thinking(self) -> ThinkingBudget | None:
+        """Return the thinking budget that each turn keeps; None if ``rollout.thinking_budget`` is not set."""
         budget = self.rollout.thinking_budget
         if budget is None:
             return None
@@ -125,7 +135,8 @@ class Trajectories:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Return a context around TRL's ``_generate``. A turn of TRL's own call ends at ``turn_tokens``, too."""
+        """Return a context for one call of TRL's ``_generate``. In it a turn that TRL itself generates is no longer
+        than ``turn_tokens``; at its end the batch's journal is closed."""
         if not self.on:
             yield
             return
@@ -141,6 +152,7 @@ class Trajectories:
                 self._journal = None
 
     def _no_longer(self) -> AbstractContextManager[None]:
+        """Return a context in which TRL generates at most ``turn_tokens`` tokens in a turn, if that is set."""
         longest = self.limits.settings.turn_tokens
         if longest is None:
             return contextlib.nullcontext()
@@ -150,7 +162,8 @@ class Trajectories:
         return replaced(self.trainer.generation_config, "max_new_tokens", longest)
 
     def whole_ones(self) -> AbstractContextManager[None]:
-        """Return a context in which an engine that TRL asks for first turns makes whole trajectories."""
+        """Return a context in which vLLM generates whole trajectories when TRL asks it for the first turns of a batch.
+        It changes nothing without vLLM, nor after the batch's first turns."""
         begins = self._begins
         self._begins = False
         if not begins or not self.trainer.use_vllm:
@@ -158,7 +171,8 @@ class Trajectories:
         return replaced(self.trainer.vllm_generation, "generate", self._by_engine)
 
     def _by_engine(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> Any:
-        """Replace ``VLLMGeneration.generate``: make the trajectories, and return their first turns."""
+        """Generate this rank's trajectories into ``made``, and return their first turns in the form in which
+        ``VLLMGeneration.generate``, which this method replaces, returns completions."""
         generation = self.trainer.vllm_generation
         prompts = [list(ids) for ids in prompts]
         refuse_long(prompts, generation.context, 1, self.trainer._tokenizer.decode)
@@ -178,7 +192,8 @@ class Trajectories:
         return prompts, ids, logprobs, None
 
     def _colocated(self, prompts: list[list[int]], group: int) -> None:
-        """Have TRL wake the engine and ask it; run the trajectories at that place, with TRL's sampling settings."""
+        """Run the trajectories by vLLM in this process. TRL's ``generate`` wakes the engine up and builds the sampling
+        settings; its call of ``LLM.generate`` is replaced by our loop of turns."""
         generation = self.trainer.vllm_generation
 
         def run(_: Any, sampling_params: Any, use_tqdm: bool = False) -> list[Any]:
@@ -190,7 +205,7 @@ class Trajectories:
             type(generation).generate(generation, prompts, None, group)
 
     def _by_server(self, prompts: list[list[int]], group: int) -> None:
-        """Run the trajectories as far as they are not yet ended; raise a failure of any rank on every rank."""
+        """Run the trajectories that have not ended by a vLLM server; raise a failure of any rank on every rank."""
         generation = self.trainer.vllm_generation
         accelerator = self.trainer.accelerator
         client = turn_client(generation, self.rollout.server, prompts, group)
@@ -211,8 +226,9 @@ class Trajectories:
         on_main(accelerator, check)
 
     def finish(self, stock: Callable[..., Any], *rows: Any) -> Any:
-        """Return what TRL's ``_tool_call_loop`` returns, of this rank's trajectories. Without ``rollout.turns`` call
-        ``stock`` with its arguments, ``rows``."""
+        """Return this rank's trajectories in the form in which TRL's ``_tool_call_loop`` returns them; without vLLM
+        generate them first. If ``rollout.turns`` is not set, call ``stock``, TRL's method, with its arguments ``rows``.
+        """
         if not self.on:
             return stock(*rows)
         if not self.made:
@@ -238,19 +254,21 @@ class Trajectories:
         )
 
     def _in_rounds(self, prompt_ids: Any, completion_ids: Any, logprobs: Any) -> None:
-        """Go on from TRL's first turns, by TRL's own call, with ranks in step."""
+        """Generate the trajectories by TRL's own ``_generate_single_turn``, from the first turns that TRL has made on.
+        Ranks ask in step."""
         self._begins = False
         self.made = [Trajectory.begin(ids) for ids in prompt_ids]
         self._journal = self.journals.open(prompt_ids)
         first = dict(enumerate(turns_of_trl(completion_ids, logprobs, self._version)))
         if self.thinking is not None and self.thinking.budget == 0:
-            first = {}  # TRL's begin with thinking
+            first = {}  # those of TRL begin with thinking, for which there is no budget
         turns = Turns(self.trainer, self.made[0].prompt)
         with self._proof.paused():  # the first turn was proven; of later ones, some ranks may have none
             self._run(RoundTurns(turns, first, self._version))
             turns.keep_in_step()
 
     def _run(self, engine: TurnEngine) -> None:
+        """Let every trajectory in ``made`` go on until it ends, by turns of ``engine`` and calls of tools."""
         parts = (engine, self.dialogue, self.tools, self.limits, self.thinking, self._journal)
         TurnLoop(self.made, self._offers(), *parts).run()
 
@@ -259,7 +277,8 @@ class Trajectories:
         return int(self.trainer.state.global_step)
 
     def _offers(self) -> list[Offer]:
-        """Return what each row's trajectory may call, and what its prompt said of it."""
+        """Return, for each of this rank's rows, the tools that its trajectory may call and their descriptions in the
+        prompt."""
         trainer = self.trainer
         named = zip(trainer._sync_tool_dicts, trainer._async_tool_dicts, strict=True)
         tools = [{**synchronous, **asynchronous} for synchronous, asynchronous in named]
@@ -269,7 +288,7 @@ class Trajectories:
         return [Offer(*offer) for offer in zip(tools, schemas, strict=True)]
 
     def with_column(self, generated: Any) -> Any:
-        """Return what TRL's ``_generate`` returned, with the turns as a further column of the rows."""
+        """Return what TRL's ``_generate`` returned, with the trajectories' turns as a further column of the rows."""
         if not self.on:
             return generated
         *before, columns, images, tool_images = generated
@@ -277,12 +296,13 @@ class Trajectories:
 
 
 def gave_up(one: Trajectory) -> bool:
-    """Return whether a call of the trajectory was given up, or may have been before it was made again."""
+    """Return whether a tool call of the trajectory was given up after its time limit, or was tried more than once, so
+    that an earlier try may have been."""
     return any(call.failure == "timed_out" or call.tries > 1 for call in calls_of(one.turns))
 
 
 def dialogue_of(trainer: GRPOTrainer) -> ChatDialogue:
-    """Return the dialogue of the run's tokenizer and template. Messages are parsed by TRL."""
+    """Return the dialogue of the run's tokenizer and chat template, in which TRL parses the messages."""
 
     def parse(*arguments: Any, **named: Any) -> dict[str, Any]:
         return grpo_trainer.parse_response(*arguments, **named)  # type: ignore[no-any-return]

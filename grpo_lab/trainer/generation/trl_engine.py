@@ -1,9 +1,10 @@
 """Extend the engine of TRL's rollouts by our engine options and a weight sync that is proven.
 
-While the trainer is built, TRL's ``VLLMGeneration`` is replaced by a subclass (``engine_class``). It starts the engine
-with the recipe's options. If the engine packs its weights (the CPU build), it sends weights in a way that reaches all
-of them. On a GPU TRL's own sync runs unchanged. With ``rollout.sync: adapter`` a sync sends a new version of the LoRA
-adapter; the engine keeps the base weights that it read from the disk.
+While the trainer is built, TRL's ``VLLMGeneration`` is replaced by a subclass (``engine_class``), which starts the
+engine with the options of ``rollout.engine``. On a GPU TRL's own weight sync runs unchanged. vLLM's CPU build packs its
+weights, so that TRL's sync would miss some; there the subclass sends them in its own way. With ``rollout.sync:
+adapter`` a sync sends a new version of the LoRA adapter, and the engine keeps the base weights that it read from the
+disk. ``SyncProof`` compares the engine's log-probs and weights with the trainer's after a sync.
 """
 
 from __future__ import annotations
@@ -43,24 +44,28 @@ from grpo_lab.trainer.settings.limits import kept_by_engine
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import coarsest, replaced, without_critic
 
+#: Number of syncs at the beginning of a run that are proven in any case.
 FIRST_PROOFS = 2
+#: Largest number of prompts in a probe.
 PROBE_PROMPTS = 4
 #: A run warns if it makes more steps than this without a proof.
 MANY_STEPS = 100
+#: TRL's metric: the mean difference, in nats, between the log-probs of engine and trainer.
 LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
-#: A batch asks for a proof if its log-prob difference, a mean over the batch, is above this many tolerances.
+#: The next sync is proven if a logged difference exceeds this many tolerances.
 GAP_FACTOR = 3.0
-#: Number of proofs that such differences may ask for in a run.
+#: Largest number of proofs in a run that such differences cause.
 DOUBTS = 3
 
 
 def engine_class(settings: RolloutSettings, args: Any) -> Any:
-    """Return ``VLLMGeneration`` with our options and, if needed, our sync. ``args`` is the run's configuration."""
+    """Return a subclass of TRL's ``VLLMGeneration`` with our options and, if needed, our sync. ``args`` is the run's
+    configuration."""
 
     class LabVLLMGeneration(trl_vllm.VLLMGeneration):  # type: ignore[misc]
-        #: The trainer's hooks, once it is built (``hook_in``).
+        #: The trainer's hooks, set once the trainer is built (``hook_in``).
         hooks = EngineHooks()
-        #: Versions of the LoRA adapter, if it is sent by itself.
+        #: Writes versions of the LoRA adapter to files in shared memory; None unless the adapter is sent by itself.
         adapters: AdapterFiles | None = None
         kept = KeptSets(kept_by_engine(args))
 
@@ -77,8 +82,8 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             start_engine(self, super()._init_vllm, settings, args)
 
         def _iter_named_params(self) -> Any:
-            """Yield the tensors that the engine should hold: with LoRA merged, or only the base if the adapter is sent
-            by itself."""
+            """Yield name and value of the tensors that the engine should hold: those of the policy with LoRA merged, or
+            of the base model if the adapter is sent by itself."""
             reshard(self.model)
             moved = 0
             with contextlib.nullcontext() if self.adapters is None else unmerged(self.model):
@@ -112,14 +117,15 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
 
 def hook_in(generation: Any, hooks: EngineHooks) -> None:
-    """Give an engine the hooks of the trainer that was built around it."""
+    """Give the engine (a ``LabVLLMGeneration``) the hooks of the trainer that was built around it."""
     generation.hooks = hooks
     if generation.mode != "server":
         generation.llm.on_fault = hooks.on_fault
 
 
 def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSettings, args: Any) -> None:
-    """Run TRL's ``_init_vllm`` for an engine in this process, with our options."""
+    """Start vLLM in this process by TRL's ``_init_vllm`` (``stock``), with the options of ``rollout.engine``. Set
+    ``context`` and ``page`` of ``generation``, in tokens."""
     # used if the options name no seed: the run's, or TRL's 0 in a drop-in run
     seed = 0
     if getattr(args, "objective", None) is not None:
@@ -139,8 +145,16 @@ def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSe
 
 
 def send(generation: Any, stock: Callable[[], None]) -> None:
-    """Send the weights (``stock`` is TRL's way) or the adapter to the engine, once; a lost server is an error. Raise
-    NumbersError, and send nothing, if the weights are not finite. Every rank calls this."""
+    """Send the weights or the adapter to the engine, and report the bytes to ``hooks.synced``. Every rank calls this.
+
+    Args:
+        generation: the engine, a ``LabVLLMGeneration``.
+        stock: TRL's ``sync_weights``.
+
+    Raises:
+        NumbersError: the weights are not finite; nothing was sent.
+        ServerGone: the server was lost. It is not waited for here (``ServerReturn``).
+    """
     refuse_bad_weights(generation, TO_SEND)
     if generation.adapters is not None:
         generation.moved = send_adapter(generation, generation.adapters)
@@ -152,8 +166,8 @@ def send(generation: Any, stock: Callable[[], None]) -> None:
 
 
 def send_adapter(generation: Any, files: AdapterFiles) -> int:
-    """Send the next version of the adapter to the engine of this process or to the server; return the bytes of its
-    tensors. Every rank calls this, since shards are gathered; the main process sends it to a server."""
+    """Send the next version of the LoRA adapter to the engine; return the number of bytes of its tensors. Every rank
+    calls this, since shards are gathered. Each loads it into its own vLLM; to a server the main process sends it."""
     model = generation.model
     served = generation.mode == "server"
     reshard(model)
@@ -166,8 +180,8 @@ def send_adapter(generation: Any, files: AdapterFiles) -> int:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Reshard FSDP2 modules. TRL's full_tensor() works on sharded parameters only, and FSDP2 leaves the root's gathered
-    after a forward without a backward (the proof)."""
+    """Shard the parameters of FSDP2 modules again. TRL's ``full_tensor()`` works on sharded parameters only, and FSDP2
+    leaves those of the root gathered after a forward without a backward, such as the proof's."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -175,16 +189,17 @@ def reshard(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def unmerged(model: Any) -> Iterator[None]:
-    """Return a context in which TRL's stream of parameters is that of the base model: it merges nothing."""
+    """Return a context in which TRL's stream of parameters gives the base model's weights, since no adapter is merged.
+    """
     with replaced(model, "merge_adapter", lambda: None), replaced(model, "unmerge_adapter", lambda: None):
         yield
 
 
 @contextlib.contextmanager
 def awake(generation: Any) -> Iterator[None]:
-    """Return a context in which an engine that TRL put to sleep (`vllm_enable_sleep_mode`) is awake, with the trainer's
-    weights. Sleep drops the weights, so they are sent as before a generation; afterwards the engine sleeps again. Every
-    rank calls this."""
+    """Return a context in which an engine that TRL has put to sleep (`vllm_enable_sleep_mode`) is awake, with the
+    trainer's weights: sleep drops them, so they are sent again. On exit the engine sleeps again. Every rank calls this.
+    """
     if not (generation.enable_sleep_mode and generation._llm_weights_sleeping):
         yield
         return
@@ -198,7 +213,13 @@ def awake(generation: Any) -> Iterator[None]:
 
 
 class SyncProof(TrainerCallback):  # type: ignore[misc]
-    """Compares engine and trainer after the first syncs, every ``verify_every`` steps, and where batches show a gap."""
+    """Compares the engine's weights with the trainer's after the first syncs, then every ``verify_every`` steps, and if
+    a log shows a difference in log-probs that rounding does not explain.
+
+    Attributes:
+        doubted: whether the next sync is to be proven in any case: the last probe had NaN in it, or a log shows such a
+            difference.
+    """
 
     def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings) -> None:
         self.trainer = trainer
@@ -212,6 +233,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
             trainer.add_callback(self)
 
     def is_due(self) -> bool:
+        """Return whether the sync of the current step is to be proven."""
         step = self.trainer.state.global_step
         if self.settings.verify_every == 0 or step == self._last:
             return False
@@ -222,7 +244,8 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         return replaced(self, "is_due", lambda: False)
 
     def tolerance(self, *engine: torch.dtype) -> float:
-        """Return the largest allowed gap, in nats per token, for an engine with weights of this dtype."""
+        """Return the largest allowed gap, in nats per token: the setting ``rollout.tolerance``, or what rounding can
+        explain in the dtypes of the ``engine`` and of the training."""
         trainer = self.trainer
         own = coarsest(trainer.accelerator.unwrap_model(trainer.model))
         if trainer.args.bf16:
@@ -235,10 +258,17 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         return self.settings.tolerance or tolerance_for(*engine, training, on_gpu=on_gpu)
 
     def prove(self, prompt_ids: list[list[int]], *, strict: bool = False) -> None:
-        """Draw a probe from the engine and log ``rollout/sync_gap``; raise an error if the engine holds other weights.
+        """Draw a probe from the engine, compare its log-probs with the trainer's, and log ``rollout/sync_gap``. Every
+        rank calls this.
 
-        A probe with NaN in it proves nothing. If a guard is in force, the batch counts as bad and the next sync is
-        proven instead; with ``strict`` it is always an error.
+        Args:
+            prompt_ids: prompts of this rank's current batch; up to ``PROBE_PROMPTS`` different ones are used.
+            strict: whether a probe with NaN in it raises ``EngineFault`` even if a guard is in force. Otherwise the
+                guard counts the batch as bad, and the next sync is proven instead.
+
+        Raises:
+            WeightSyncError: the engine holds other weights than the trainer.
+            EngineFault: the probe has a log-prob that is not finite, and no guard is in force.
         """
         trainer = self.trainer
         accelerator = self.trainer.accelerator
@@ -265,6 +295,8 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         trainer.recorder.book("train").add_alike("rollout/sync_gap", torch.tensor([gap.mean]), 1)
 
     def _gap(self, probe: list[list[int]]) -> SyncGap:
+        """Prove the sync with the prompts in ``probe`` and return the gap, with the model in evaluation mode; raise as
+        ``prove`` does."""
         trainer = self.trainer
         generation = self.trainer.vllm_generation
         model = trainer.accelerator.unwrap_model(trainer.model)

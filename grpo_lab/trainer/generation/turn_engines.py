@@ -1,10 +1,12 @@
 """Engines behind ``grpo_lab.turns.loop``: what TRL drives, asked for one turn of one trajectory at a time.
 
     ColocatedTurns   vLLM in this process: the main thread steps the engine while tools run in threads
-    ServerTurns      a vLLM server: a request for each turn, over this rank's own session
-    RoundTurns       no engine, or a team's ``_generate_single_turn``: TRL's own call, for all rows that are ready
+    ServerTurns      a vLLM server: a request for each turn, over this rank's own HTTP session
+    RoundTurns       no vLLM, or a team's ``_generate_single_turn``: TRL's own call, for all rows that are ready
 
-Sampling settings are those that TRL would send: its own ``generate`` is called, and what it asks for is kept.
+They have the methods of ``turns.protocols.TurnEngine``: ``submit`` asks for a turn, ``collect`` returns those that are
+done. The sampling settings are those that TRL would send: its own ``generate`` is called with a stand-in for the client
+that records them (``KeepsSampling``).
 """
 
 from __future__ import annotations
@@ -38,15 +40,20 @@ from grpo_lab.trainer.settings.parse import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
 from grpo_lab.turns.protocols import TurnTokens
 
-#: Requests that a rank has at the server at the same time; further ones wait for an answer.
+#: Largest number of requests that a rank has at the server at the same time; further ones wait until one is answered.
 AT_ONCE = 64
 
 OnFault = Callable[[EngineFault], None] | None
 
 
 class ColocatedTurns:
-    """Turns by the engine in this process (a ``GroupedEngine``), with TRL's ``SamplingParams``. It is a context, at
-    whose end no request is left in the engine."""
+    """Generates turns by vLLM in this process. A context manager, which on exit aborts the requests still running.
+
+    Args:
+        llm: the engine, a ``GroupedEngine``.
+        sampling: TRL's ``SamplingParams``.
+        version: number of optimizer steps that the policy has taken.
+    """
 
     in_rounds = False
 
@@ -76,7 +83,8 @@ class ColocatedTurns:
         self.llm.llm_engine.add_request(name, tokens_input(ids), sampling, lora_request=self.llm.adapter)
 
     def collect(self, wait: float) -> list[tuple[int, TurnTokens]]:
-        """Let the engine take a step; it lasts as long as it lasts."""
+        """Let the engine make one step, and return the turns that it finished. Without requests, sleep for ``wait``
+        seconds."""
         if not self._keys:
             time.sleep(wait)
             return []
@@ -96,7 +104,14 @@ class ColocatedTurns:
 
 
 class TurnClient(LabVLLMClient):
-    """A rank's own session with the server that the main process has connected to. It asks for one completion."""
+    """A rank's own client of the server to which the main process has connected. It asks for one completion at a time.
+
+    Args:
+        settings: time limits and retries.
+        base_url: the server's address.
+        model: the name under which the server has the model, or the adapter's last version.
+        sampling: keyword arguments of TRL's ``VLLMClient.generate``.
+    """
 
     def __init__(self, settings: ServerSettings, base_url: str, model: str, sampling: Mapping[str, Any]) -> None:
         self.settings = settings
@@ -109,15 +124,17 @@ class TurnClient(LabVLLMClient):
         self._find_token()
 
     def _post(self, url: str, **arguments: Any) -> dict[str, Any]:
-        """Send a request. All of a rank's are watched together (``ServerTurns.collect``)."""
+        """Send a POST request and return its answer. There is no watch over each request, since ``ServerTurns.collect``
+        watches all of a rank's together."""
         answer = talk.answer_of(self.session, self.base_url, url, lambda: self.session.post(url, **arguments))
         with talk.read_as_vllms(self.base_url):
             talk.refuse_other_completions(arguments["json"], answer, self.base_url)
         return answer
 
     def turn(self, ids: list[int], room: int, scored: bool = True) -> tuple[list[int], list[float | None]]:
-        """Return at most ``room`` tokens that follow ``ids``, and their log-probs. Raise ``EngineFault`` if one is not
-        finite; without ``scored`` all are None (JSON cannot carry NaN)."""
+        """Return at most ``room`` tokens that follow ``ids``, and their log-probs in nats. Raise ``EngineFault`` if one
+        is not finite. Without ``scored`` all log-probs are None; so an answer with NaN, which JSON cannot carry, can be
+        generated again."""
         more = dict(self.sampling["generation_kwargs"] or {})
         more.pop("max_tokens", None)
         if "min_tokens" in more:
@@ -136,13 +153,20 @@ class TurnClient(LabVLLMClient):
 
 
 class ServerTurns:
-    """Turns by a server. It is a context, at whose end the session is closed: requests under way end by themselves.
+    """Generates turns by a vLLM server, up to ``AT_ONCE`` at a time. A context manager, which on exit closes the
+    session; requests still running end by themselves.
+
+    Args:
+        client: this rank's client of the server.
+        version: number of optimizer steps that the policy has taken.
+        on_fault: called with the error for log-probs that are not finite; the turn is then generated again without
+            log-probs. None: the error is raised.
 
     Attributes:
         faulty: whether an answer held a log-prob that is not finite, so that the server's cache may hold NaN.
 
     Raises:
-        ServerGone: if the server fails a request for good, or shows no sign of work for ``silence_timeout``.
+        ServerGone: the server failed a request for good, or showed no sign of work for ``silence_timeout`` seconds.
     """
 
     in_rounds = False
@@ -171,12 +195,14 @@ class ServerTurns:
         self._send()
 
     def _send(self) -> None:
+        """Send requests that wait, as long as fewer than ``AT_ONCE`` are unanswered."""
         while self._coming and len(self._asked) < AT_ONCE:
             asked = self._coming.popleft()
             _, ids, room = asked
             self._asked[in_thread(functools.partial(self.client.turn, ids, room), talk.REQUEST)] = asked
 
     def collect(self, wait: float) -> list[tuple[int, TurnTokens]]:
+        """Return the turns that the server has answered; wait at most ``wait`` seconds for the first."""
         answered = futures.wait(self._asked, wait, futures.FIRST_COMPLETED).done
         if not answered:
             self._watch.look()
@@ -199,8 +225,13 @@ class ServerTurns:
 
 
 class RoundTurns:
-    """Turns by TRL's ``_generate_single_turn``, with ranks in step (``turns.Turns``). ``first`` are the first turns by
-    key, which TRL has made already."""
+    """Generates turns by TRL's ``_generate_single_turn``: each ``collect`` asks for all turns that were submitted.
+
+    Args:
+        turns: asks TRL, with ranks in step.
+        first: the first turns by key, which TRL has made already.
+        version: number of optimizer steps that the policy has taken.
+    """
 
     in_rounds = True
 
@@ -224,13 +255,15 @@ class RoundTurns:
 
 
 def turns_of_trl(ids: Sequence[Sequence[int]], logprobs: Any, version: int) -> list[TurnTokens]:
-    """Return turns that TRL's own call has made; ``logprobs``: of each, or None."""
+    """Return the turns that TRL's own call has made: their tokens ``ids`` and ``logprobs`` of each token (None: the
+    engine returned none)."""
     scored = logprobs or [None] * len(ids)
     return [TurnTokens(list(own), told and list(told), version) for own, told in zip(ids, scored, strict=True)]
 
 
 class KeepsSampling:
-    """Replaces the client while TRL assembles a request: keeps its sampling settings, and answers nothing."""
+    """Stands in for the client while TRL puts a request together: records the sampling settings and returns an empty
+    answer."""
 
     def __init__(self) -> None:
         self.sampling: dict[str, Any] = {}
@@ -241,8 +274,8 @@ class KeepsSampling:
 
 
 def turn_client(generation: EnginePort, settings: ServerSettings, prompts: list[list[int]], group: int) -> TurnClient:
-    """Return this rank's client of the run's server, with the sampling settings of TRL's request. Every rank calls
-    this."""
+    """Return this rank's client of the run's server, with the sampling settings of TRL's request for ``prompts``, in
+    groups of ``group``. Every rank calls this."""
     known: Any = None
     keeps = KeepsSampling()
     main: AbstractContextManager[None] = contextlib.nullcontext()

@@ -1,13 +1,14 @@
 """A tool loop (``tools``, environments): TRL's own turns, with ranks in step and prompts within the server's context.
 
-In TRL each rank asks for its own turns only. But an engine that ranks share (a server, tensor parallel) assigns rows by
-place and expects equal numbers of them, and sharded weights are gathered by all ranks together. So each rank hands in
-as many rows as it must; a rank without turns hands in filler rows until no rank has any.
+In TRL each rank asks for its own turns only. But an engine that ranks share (a server, tensor parallel) assigns rows to
+ranks by their place and expects the same number from each, and sharded weights are gathered by all ranks together. So
+each rank passes as many rows as it must (``rows_in_step``). A rank without turns passes filler rows until no rank has a
+turn left.
 
 A prompt grows with every turn. TRL does not continue a row whose prompt fills the context of an engine in the process.
-For a server it takes the model's positions as that context; here it is the server's own. A server refuses a prompt that
-leaves no room for ``max_completion_length`` tokens. Such a row is asked for as many tokens as there is room for, as an
-engine in the process gives it.
+For a server it takes the model's number of positions as the context; here it is the server's own context. A server also
+refuses a prompt that leaves no room for ``max_completion_length`` tokens. Here such a *tight* row may have as many
+tokens as there is room for, which is what an engine in the process does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from grpo_lab.trainer.trl_bridge import replaced
 def tool_turns(
     trainer: GRPOTrainer, proof: SyncProof, stock: Callable[..., Any], prompts: Any, prompt_ids: Any, *rest: Any
 ) -> Any:
-    """Run TRL's ``_tool_call_loop`` (``stock``) on the rows of this rank. Every rank calls this."""
+    """Run TRL's ``_tool_call_loop`` on the rows of this rank, and return what it returns. Every rank calls this.
+
+    Args:
+        proof: the check of the weight sync, which is paused meanwhile.
+        stock: TRL's method; the arguments that follow are its own.
+    """
     turns = Turns(trainer, list(prompt_ids[0]))
     with (
         replaced(trainer, "_generate_single_turn", turns.ask),
@@ -40,7 +46,8 @@ def tool_turns(
 
 
 class Turns:
-    """The turns of one tool loop. ``filler`` is a prompt of this rank that is completed only to keep ranks in step."""
+    """Asks for the turns of one tool loop, with ranks in step. ``filler`` is a prompt (token ids) that this rank
+    completes, and then drops, if it has fewer rows than it must pass to the engine."""
 
     def __init__(self, trainer: GRPOTrainer, filler: list[int]) -> None:
         self.trainer = trainer
@@ -50,7 +57,8 @@ class Turns:
         self._together = trainer.accelerator.num_processes > 1 and shares_engine_or_weights(trainer)
 
     def ask(self, prompt_ids: Any, images: Any, fields: Any, **options: Any) -> tuple[Any, Any]:
-        """Replace ``_generate_single_turn`` for this rank's rows, at least one: return completions and log-probs."""
+        """Return completions and log-probs of this rank's prompts, at least one; called in place of
+        ``_generate_single_turn``, with its arguments. Log-probs are None if the engine returns none."""
         made: dict[int, tuple[Any, Any]] = {}
         for tight in self._kinds():
             rows = [row for row, ids in enumerate(prompt_ids) if self._is_tight(ids) is tight]
@@ -75,13 +83,14 @@ class Turns:
                 return
 
     def _kinds(self) -> tuple[bool, ...]:
-        """Return the kinds of rows (tight or not) in the order in which every rank asks for them."""
+        """Return the kinds of rows, False: not tight, True: tight, in the order in which every rank asks for them."""
         if self._served:
             return False, True
         return (False,)
 
     def _is_tight(self, ids: list[int]) -> bool:
-        """Return whether a server would refuse this prompt: with the longest completion it exceeds the context."""
+        """Return whether a server would refuse this prompt, since with the longest completion it exceeds the context.
+        """
         if not self._served or self.trainer.max_completion_length is None:
             return False
         return bool(len(ids) + self.trainer.max_completion_length > self.trainer.vllm_generation.context)
@@ -89,7 +98,8 @@ class Turns:
     def _asked(
         self, prompts: list[list[int]], images: Any, fields: Any, tight: bool, options: dict[str, Any]
     ) -> list[tuple[Any, Any]] | None:
-        """Return (completion, log-probs) of each of these rows, or None if no rank has any."""
+        """Return (completion, log-probs) for each of these prompts of one kind; None if no rank has any. A collective
+        if ranks share an engine or weights."""
         rows = len(prompts)
         if self._together:
             rows = rows_in_step(self.trainer, rows)
@@ -121,8 +131,8 @@ def shares_engine_or_weights(trainer: GRPOTrainer) -> bool:
 
 @contextlib.contextmanager
 def within_context(trainer: GRPOTrainer) -> Iterator[None]:
-    """Return a context in which TRL does not continue rows whose prompts would fill the server's context: it reads that
-    number from the model's config."""
+    """Return a context in which TRL does not continue rows whose prompts would fill the server's context. TRL reads
+    that number from the model's configuration, which is changed for the block."""
     if not trainer.use_vllm or trainer.vllm_mode != "server":
         yield
         return

@@ -21,8 +21,13 @@ FILE = "grpo_lab_generation_waiting.safetensors"
 
 
 class Segment(NamedTuple):
-    """Tokens that one engine call added to a completion, their log-probs (None: the engine gave none), and whether the
-    completion ended."""
+    """What one engine call adds to a completion.
+
+    Attributes:
+        ids: the tokens.
+        logprobs: of each token, in nats; None if the engine returned none.
+        ended: whether the completion ends with this segment.
+    """
 
     ids: list[int]
     logprobs: list[float | None]
@@ -30,17 +35,20 @@ class Segment(NamedTuple):
 
     @property
     def is_scored(self) -> bool:
+        """Whether every token has a finite log-prob."""
         return all(value is not None and math.isfinite(value) for value in self.logprobs)
 
 
 @dataclass(frozen=True)
 class WaitingCompletion:
-    """A completion as far as it is written: T tokens so far.
+    """A completion of T tokens so far, which may have to be continued.
 
-    ids       tokens [T]
-    logprobs  of each token, of the policy that sampled it, in nats [T]; NaN where the engine gave none that is finite
-    segments  (optimizer steps that the policy had taken, tokens that it wrote), in order; the tokens sum to T
-    whole     whether it has ended: by an end token, or because no room is left
+    Attributes:
+        ids: the tokens, ``[T]``.
+        logprobs: of each token under the policy that sampled it, in nats, ``[T]``; NaN if the engine returned none.
+        segments: one pair for each policy that wrote a part of it, in order: the number of optimizer steps that the
+            policy had taken, and the number of tokens that it wrote.
+        whole: whether it has ended, by an end token or because no room is left.
     """
 
     ids: list[int]
@@ -50,11 +58,13 @@ class WaitingCompletion:
 
     @property
     def version(self) -> int:
-        """Number of optimizer steps that the policy of its first segment had taken."""
+        """Number of optimizer steps that the policy of the first segment had taken."""
         return self.segments[0][0]
 
     def continued(self, segment: Segment, version: int, room: int) -> WaitingCompletion:
-        """Return the completion with one more segment; it ends at ``room`` tokens. Segments of one policy merge."""
+        """Return the completion with ``segment`` appended, written by the policy after ``version`` optimizer steps. It
+        is whole if the segment ended it, or if it now has ``room`` tokens. Adjacent segments of one policy become one.
+        """
         *before, last = self.segments or [(version, 0)]
         segments = [*before, (version, last[1] + len(segment.ids))]
         if last[0] != version:
@@ -66,7 +76,14 @@ class WaitingCompletion:
 
 @dataclass(frozen=True)
 class WaitingGroup:
-    """A prompt and its G completions. ``row`` is that of the data set; ``room`` is the most tokens of a completion."""
+    """A prompt and its G completions.
+
+    Attributes:
+        row: the row of the data set.
+        prompt: the prompt's token ids.
+        room: largest number of tokens of a completion.
+        completions: G of them, in the order of the group's rows.
+    """
 
     row: dict[str, Any]
     prompt: list[int]
@@ -79,7 +96,8 @@ class WaitingGroup:
 
 
 def begin(row: dict[str, Any], prompt: list[int], room: int, size: int) -> WaitingGroup:
-    """Return a group without tokens. Raise ValueError if its row cannot be written into a checkpoint."""
+    """Return a group of ``size`` completions without tokens. Raise ValueError if ``row`` holds a value that cannot be
+    written into a checkpoint."""
     try:
         flattened(row, "row")
     except ValueError as unknown:
@@ -116,7 +134,8 @@ def write_groups(folder: Path, groups: Sequence[WaitingGroup]) -> None:
 
 
 def read_groups(folder: Path, device: torch.device) -> list[WaitingGroup]:
-    """Read what ``write_groups`` wrote, rows' tensors on ``device``. Raise ValueError if it is damaged or missing."""
+    """Read what ``write_groups`` wrote, with the rows' tensors on ``device``. Raise ValueError if it is damaged or
+    missing."""
     try:
         tensors = load_file(folder / FILE)
         description = json.loads(tensors.pop("description").numpy().tobytes())

@@ -5,12 +5,12 @@ device (``.item()``) before ``read``. Callers hand over values, masks and the mi
 book computes the metrics. ``docs/metrics.md`` lists every metric.
 
 ``MetricBook`` averages over all tokens (or rows, groups) since the last log. With ``objective`` unset, ``TrlBook`` is
-used, so that a drop-in run logs TRL's numbers:
+used, so that a drop-in run logs TRL's numbers, which are defined in another way:
 
-    mean        of the micro-batches' means: each has a pair of its own, and their ratios are averaged
-    over rows   rows without loss tokens count as well (TRL takes any ``[B, 1]`` for one value a row)
-    no tokens   a micro-batch without any loss token has the mean 0 and counts; in an extreme over rows it does not
-    sampling/*  one mean per generation batch
+    a mean             is the mean of the micro-batches' means, so each micro-batch has a pair of its own
+    a mean over rows   counts rows without loss tokens, too (TRL takes any ``[B, 1]`` for one value a row)
+    no loss tokens     a micro-batch without any counts with a mean of 0, but not in an extreme over rows
+    ``sampling/*``     is the mean of the generation batches' means
 
 ``by_length`` shows how the sampler correction π_trainer/π_sampler depends on completion length
 (docs/algorithms/sampler_correction.md).
@@ -32,7 +32,7 @@ from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
-#: Mean → name of the extreme over rows that TRL logs beside it, and how extremes are combined.
+#: Name of a mean → name of the extreme over rows that TRL logs beside it, and whether that is the ``min`` or ``max``.
 EXTREMES: dict[str, tuple[str, str]] = {
     "clip_ratio/low_mean": ("clip_ratio/low_min", "min"),
     "clip_ratio/high_mean": ("clip_ratio/high_max", "max"),
@@ -44,27 +44,44 @@ QUARTILES = 4
 
 @dataclass(frozen=True)
 class Origin:
-    """For each row, the micro-batch of the optimizer step in which TRL had it."""
+    """Where the rows of a bin come from.
 
-    micro_batch: Tensor  # long [B], from 0
-    count: int  # micro-batches of the step
-    every: int  # micro-batches that a generation batch serves
+    Attributes:
+        micro_batch: long ``[B]``, the micro-batch of the optimizer step in which TRL had each row, from 0.
+        count: number of micro-batches in the step.
+        every: number of micro-batches that are trained on per generation batch.
+    """
+
+    micro_batch: Tensor
+    count: int
+    every: int
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The rows of an optimizer step, and which of them were not computed."""
+    """The rows of an optimizer step, and which of them were not computed.
 
-    tokens: Tensor  # long [N], loss tokens of every row
-    skipped: Tensor  # bool [N], not computed; True on one rank only, so that each row counts once
+    Attributes:
+        tokens: long ``[N]``, the number of loss tokens of each row.
+        skipped: bool ``[N]``, whether the row was not computed; True on one rank only, so that each row counts once.
+        origin: where the rows come from.
+        width: number of completion tokens to which the step's rows are padded.
+    """
+
+    tokens: Tensor
+    skipped: Tensor
     origin: Origin
-    width: int  # completion tokens that the step's rows are padded to
+    width: int
 
 
 class MetricBook:
-    """Pairs (sum, count) of one mode (train or eval), over micro-batches, ranks and the steps between two logs."""
+    """Metrics of one mode (train or eval), as pairs (sum, count) over micro-batches, ranks and the steps since the last
+    log. Pairs of this rank wait until ``reduce`` adds them up over ranks; ``read`` returns the means.
 
-    #: count of a micro-batch without loss tokens
+    A metric has K pairs per optimizer step: 1 here, one for each micro-batch in ``TrlBook`` (``_places``).
+    """
+
+    #: Count that a micro-batch without loss tokens has.
     empty = 0.0
 
     def __init__(self) -> None:
@@ -73,18 +90,23 @@ class MetricBook:
         self._total: dict[str, Tensor] = {}  # [2]
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """Add this rank's ``total`` over ``count`` items to a mean; both are scalars or ``[K]`` (``_places``)."""
+        """Add this rank's sum ``total`` of ``count`` items to the mean ``name``; both are scalars or ``[K]``."""
         pair = _pair(total, count)
         self._fresh[name] = self._fresh[name] + pair if name in self._fresh else pair
 
     def add_alike(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """Add a pair that every rank computed from the same gathered table; it counts once."""
+        """Add a pair that every rank computed from the same gathered values: it is not added up over ranks."""
         self._settle(name, _pair(total, count))
 
     def add_tokens(self, name: str, values: Tensor, mask: Tensor, origin: Origin | None = None) -> None:
-        """Add ``values`` to a mean: ``[B, T]`` over loss tokens, ``[B, 1]`` over rows. Update the mean's extreme, if it
-        has one. ``origin`` belongs to the rows of a bin; ``None`` means a micro-batch as TRL cut it. If T is 1 both
-        readings agree: a row has one loss token or none."""
+        """Add this rank's ``values`` to the mean ``name``, and update its extreme if it has one.
+
+        Args:
+            values: ``[B, T]``, averaged over loss tokens, or ``[B, 1]``, averaged over rows. (If T is 1 both mean the
+                same: a row has one loss token or none.)
+            mask: bool ``[B, T]``, loss tokens.
+            origin: where the rows of a bin come from; None for a micro-batch as TRL cut it.
+        """
         weights = self._weights(values, mask, origin)
         selected = values.float().masked_fill(~weights, 0.0)
         totals = selected.sum(1)
@@ -98,7 +120,8 @@ class MetricBook:
             self.add_worst(*EXTREMES[name], means.unsqueeze(1), (counts > 0).unsqueeze(1), origin)
 
     def add_worst(self, name: str, how: str, values: Tensor, where: Tensor, origin: Origin | None = None) -> None:
-        """Update an extreme by the ``how`` (``min`` or ``max``) of ``values`` ``[B, ·]`` where ``where`` is True."""
+        """Update the extreme ``name`` by the ``how`` (``min`` or ``max``) of those ``values`` ``[B, ·]`` at which
+        ``where`` is True."""
         values = values.detach().float().masked_fill(~where, WORST[how])
         rows = values.amin(1) if how == "min" else values.amax(1)
         places, number = self._places(name, rows, origin)
@@ -106,16 +129,19 @@ class MetricBook:
         self._add_extreme(name, how, found.scatter_reduce(0, places, rows, f"a{how}"))
 
     def add_zeros(self, name: str, left_out: LeftOut, of_rows: bool) -> None:
-        """Count rows that were left out, and are known to be 0, in a mean over rows (``of_rows``) or loss tokens."""
+        """Count zeros for the rows that were not computed, since their values are known to be 0, in a mean over rows
+        (``of_rows``) or over loss tokens."""
         rows = self._per_place(name, left_out.skipped & (left_out.tokens > 0), left_out.origin)
         self._zeros(name, rows if of_rows else self._skipped_tokens(name, left_out), rows)
 
     def add_unseen(self, name: str, left_out: LeftOut) -> None:
-        """Do nothing for rows that were left out: this mean is over computed rows only (not so in ``TrlBook``)."""
+        """Do nothing about rows that were not computed, in a mean over computed rows only. (``TrlBook`` counts empty
+        micro-batches here.)"""
 
     def reduce(self, accelerator: Any, step_ends: bool = True) -> dict[str, Tensor]:
-        """Add up this rank's pairs over all ranks, in one gather for all metrics. All ranks must hold the same names.
-        Pairs wait until the optimizer step ends. Return the sums of what was added up, name → ``[2]``."""
+        """Add up this rank's pairs over all ranks, in one gather for all metrics, if the optimizer step ends
+        (``step_ends``); else keep them. All ranks must hold the same names. Return the sums of what was added up: name
+        → (sum, count), ``[2]``."""
         names = sorted(self._fresh)
         extremes = sorted(self._fresh_extremes)
         sums: dict[str, Tensor] = {}
@@ -149,7 +175,8 @@ class MetricBook:
         self._total.clear()
 
     def so_far(self) -> tuple[dict[Any, Tensor], ...]:
-        """Return a snapshot of the book for ``go_back``; pairs are replaced and never changed in place."""
+        """Return a snapshot of the book for ``go_back``. Pairs are replaced and never changed in place, so copies of
+        the dicts do."""
         return dict(self._fresh), dict(self._fresh_extremes), dict(self._total)
 
     def go_back(self, then: tuple[dict[Any, Tensor], ...]) -> None:
@@ -166,11 +193,12 @@ class MetricBook:
             self._total[name] = torch.tensor([total, count], device="cpu" if on_cpu else device)
 
     def _settle(self, name: str, pairs: Tensor) -> None:
+        """Add pairs ``[K, 2]`` of all ranks to what ``read`` will return."""
         pair = pairs.sum(0)
         self._total[name] = self._total[name] + pair.to(self._total[name].device) if name in self._total else pair
 
     def _add_extreme(self, name: str, how: str, values: Tensor) -> None:
-        """Merge ``values`` ``[K]`` into an extreme; ±inf: none seen."""
+        """Merge ``values`` ``[K]`` of this rank into an extreme; its ``WORST`` value means that no row was seen."""
         combine = torch.minimum if how == "min" else torch.maximum
         self._fresh_extremes[name, how] = combine(self._fresh_extremes.get((name, how), values), values)
 
@@ -182,32 +210,35 @@ class MetricBook:
             self._add_extreme(extreme, how, torch.where(rows > 0, 0.0, WORST[how]))
 
     def _per_place(self, name: str, values: Tensor, origin: Origin) -> Tensor:
-        """Return the sums ``[K]`` of ``values``, one per row."""
+        """Return the sums ``[K]`` of ``values`` ``[B]`` over the rows of each pair."""
         places, number = self._places(name, values, origin)
         return torch.zeros(number, device=values.device).index_add(0, places, values.float())
 
     def _skipped_tokens(self, name: str, left_out: LeftOut) -> Tensor:
+        """Return the number of loss tokens in rows that were not computed, ``[K]``."""
         return self._per_place(name, left_out.tokens * left_out.skipped, left_out.origin)
 
     def _weights(self, values: Tensor, mask: Tensor, origin: Origin | None) -> Tensor:
-        """Return bool, shaped like ``values``: what is counted."""
+        """Return bool, shaped like ``values``: which of them count."""
         if values.size(1) == 1:
             return mask.any(dim=1, keepdim=True)
         return mask
 
     def _places(self, name: str, rows: Tensor, origin: Origin | None) -> tuple[Tensor, int]:
-        """Return the index, among K pairs, of the pair that each row is added to (long ``[B]``), and K."""
+        """Return the index, among K pairs, of the pair to which each row is added (long ``[B]``), and K."""
         return torch.zeros(rows.size(0), dtype=torch.long, device=rows.device), 1
 
 
 class TrlBook(MetricBook):
-    """Computes means of micro-batch means, as TRL does. Nothing else in this package knows that definition."""
+    """Metric book of a drop-in run: means of micro-batch means, as TRL defines them (the module's docstring). Nothing
+    else in this package knows that definition."""
 
-    #: not 0, so that the mean 0 of an empty micro-batch counts in the mean of means
+    #: Not 0, so that the mean 0 of an empty micro-batch counts in the mean of means.
     empty = 1e-9
 
     def add_zeros(self, name: str, left_out: LeftOut, of_rows: bool) -> None:
-        """Count zeros as TRL does: if a micro-batch is one token wide, rows count in place of tokens."""
+        """Count zeros as TRL does: micro-batches without loss tokens count, and if rows are one token wide, rows count
+        in place of tokens."""
         if of_rows or left_out.width == 1:
             counts = rows = self._per_place(name, left_out.skipped, left_out.origin)
         else:
@@ -216,20 +247,23 @@ class TrlBook(MetricBook):
         self._zeros(name, counts, rows)
 
     def add_unseen(self, name: str, left_out: LeftOut) -> None:
-        """Add the mean 0 for micro-batches without any loss token."""
+        """Add a mean of 0 for each micro-batch without any loss token."""
         empty = self._empty(name, left_out)
         self.add(name, torch.zeros_like(empty), empty)
 
     def read(self) -> dict[str, float]:
-        """Return the means. An extreme over rows without any loss token is NaN, as in TRL (``nanmin``)."""
+        """Return the means since the last ``read`` and forget them. An extreme over rows of which none has a loss token
+        is NaN, as in TRL (``nanmin``)."""
         extremes = [name for name, _ in EXTREMES.values() if name in self._total]
         return dict.fromkeys(extremes, math.nan) | super().read()
 
     def reduce(self, accelerator: Any, step_ends: bool = True) -> dict[str, Tensor]:
-        """Reduce the pairs over ranks at once: each micro-batch is a mean of its own."""
+        """Add up the pairs over ranks now, whether the optimizer step ends or not: each micro-batch is a mean of its
+        own."""
         return super().reduce(accelerator)
 
     def _empty(self, name: str, left_out: LeftOut) -> Tensor:
+        """Return the counts ``[K]`` of micro-batches without loss tokens: ``empty`` for each of them, else 0."""
         return (self._per_place(name, left_out.tokens, left_out.origin) == 0) * self.empty
 
     def _settle(self, name: str, pairs: Tensor) -> None:
@@ -251,20 +285,22 @@ class TrlBook(MetricBook):
 
 
 def _pair(total: Tensor, count: Tensor | float) -> Tensor:
+    """Return float32 ``[K, 2]`` of sums and counts, each a scalar or ``[K]``."""
     total = total.detach().float().reshape(-1)
     return torch.stack([total, torch.as_tensor(count, device=total.device).float().reshape(-1)], dim=1)
 
 
 def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: Tensor, correct: Tensor | None) -> None:
-    """Add the metrics of one generation batch, from tables that are the same on every rank.
+    """Add the metrics of one generation batch (``groups/…``, ``completions/…``) from tensors that are the same on every
+    rank.
 
     Args:
-        dead: bool ``[groups]``, all rewards of the group equal.
-        lengths: ``[N]``, tokens that the policy made (no tool output), as TRL's ``completions/mean_length`` counts
+        dead: bool ``[groups]``, whether all rewards of the group are equal.
+        lengths: ``[N]``, tokens that the policy made, without tool output, as TRL's ``completions/mean_length`` counts
             them.
-        truncated: bool ``[N]``, cut by the length limit.
-        correct: ``[N]``, scores of the correctness reward, if the run has one; right from ``CORRECT_FROM`` on, NaN if
-            unscorable.
+        truncated: bool ``[N]``, whether the length limit cut the completion.
+        correct: ``[N]``, scores of the correctness reward: right from ``CORRECT_FROM`` on, NaN if unscorable. None if
+            the run has no such reward.
     """
     book.add_alike("groups/dead_share", dead.sum(), dead.numel())
     book.add_alike("completions/truncated_share", truncated.sum(), truncated.numel())
@@ -280,7 +316,8 @@ def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: T
 
 
 def length_quartiles(lengths: Tensor) -> Tensor:
-    """Return the quartile (0 to 3) of each completion's length in the batch, long ``[N]``; equal lengths share one."""
+    """Return the quartile (0 to 3) of each completion's length in the batch, long ``[N]``. Completions of equal length
+    are in the same quartile."""
     cuts = torch.quantile(lengths.float(), torch.tensor([0.25, 0.5, 0.75], device=lengths.device))
     return torch.bucketize(lengths.float(), cuts)
 
@@ -288,12 +325,14 @@ def length_quartiles(lengths: Tensor) -> Tensor:
 def by_length(
     how: Correction, weights: Tensor, mask: Tensor, quartiles: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield name, sum and count of the weights and of the kept share, per quartile of completion length.
+    """Yield name, sum and count of two metrics per quartile of completion length: the mean weight of the sampler
+    correction, and the share of tokens (or completions) that it keeps.
 
     Args:
-        weights: ``[B, T]`` per token, or ``[B, 1]`` per completion; then completions are counted.
+        how: the correction.
+        weights: ``[B, T]``, one per token, or ``[B, 1]``, one per completion; then completions are counted.
         mask: bool ``[B, T]``, tokens that carry loss.
-        quartiles: long ``[B]``.
+        quartiles: long ``[B]`` (``length_quartiles``).
     """
     chosen = mask.any(1, keepdim=True) if weights.size(1) == 1 else mask
     for quartile in range(QUARTILES):
@@ -304,7 +343,8 @@ def by_length(
 
 
 def record_by_length(how: Correction, output: dict[str, Any], mask: Tensor, accelerator: Any, book: MetricBook) -> None:
-    """Log ``by_length`` for a generation batch whose weights were made at generation, gathered over ranks."""
+    """Log ``by_length`` of a generation batch whose sampler weights were computed at generation. ``output``: this
+    rank's rows; ``mask``: bool ``[B, T]``, tokens that carry loss. A collective."""
     carried = Carried(output)
     assert carried.sampler_weights is not None
     assert carried.length_quartile is not None

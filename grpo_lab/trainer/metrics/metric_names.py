@@ -1,8 +1,8 @@
 """All metric names that a run may log; docs/metrics.md explains each.
 
 ``<name>`` stands for a reward's name, ``<task>`` for a task's, ``<k>`` for a turn's number. In evaluation every name
-has the prefix ``eval_``. Many belong to a setting, so no run logs all. Code of this package, TRL's trainer and
-transformers' log no others (tests/unit/reports/test_metric_names.py); a team's may log any.
+has the prefix ``eval_``. Many metrics belong to a setting, so no run logs all. The code of this package, of TRL and of
+transformers logs no others (tests/unit/reports/test_metric_names.py); a team's code may log any.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS, is_librarys
 
 QUARTERS = ("len_q1", "len_q2", "len_q3", "len_q4")
-#: ``turns/<k>/…`` is logged for so many turns of a trajectory, the first ones
+#: Number of turns, from the first on, for which ``turns/<k>/…`` is logged.
 COUNTED_TURNS = 8
-#: why a trajectory ends (``Turn.ended``)
+#: Reasons for which a trajectory ends (``Turn.ended``).
 ENDS_OF_TRAJECTORIES = ("answered", "turns", "completion", "turn_tokens", "unparsable")
 
 OF_THE_LOSS = (
@@ -84,7 +84,8 @@ OF_TRANSFORMERS = (
 
 
 def logged_names(rewards: Iterable[str], tasks: Iterable[str] = ()) -> list[str]:
-    """Return every name that a run with these ``rewards`` and ``tasks`` may log, unless a team's code logs more."""
+    """Return every name that a run may log whose rewards have the names ``rewards`` and whose tasks have the names
+    ``tasks``. A team's code may log more (``team_may_log``)."""
     found = dict[str, None]()
     numbers = [str(number) for number in range(1, COUNTED_TURNS + 1)]
     several = {"<name>": [*rewards], "<task>": [*tasks], "<k>": numbers}
@@ -95,13 +96,13 @@ def logged_names(rewards: Iterable[str], tasks: Iterable[str] = ()) -> list[str]
 
 
 def team_may_log(trainer: type, parts: Iterable[Any]) -> bool:
-    """Return whether code outside this package, TRL and transformers may log names of its own. That is the ``trainer``
-    class, one of the ``parts`` (rewards, callbacks, a surrogate), or what a part wraps."""
+    """Return whether a run has code from outside this package, TRL and transformers, which may log names of its own:
+    its ``trainer`` class, one of its ``parts`` (rewards, callbacks, a surrogate), or what a part of ours wraps."""
     return not is_librarys(trainer) or any(not is_librarys(one) or team_may_log(trainer, _inside(one)) for one in parts)
 
 
 def _inside(part: Any) -> list[Any]:
-    """Return the callables that a part of ours holds, such as the reward that a reward wraps."""
+    """Return the callables among the attributes of a part of ours, such as the reward that another reward wraps."""
     if isinstance(part, type) or not hasattr(part, "__dict__"):
         return []
     return [one for one in vars(part).values() if callable(one) and not isinstance(one, type)]

@@ -20,7 +20,8 @@ from grpo_lab.trainer import trl_bridge
 
 @contextlib.contextmanager
 def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
-    """Return a context in which TRL writes its card under our name, without its paper; then complete the card."""
+    """Return a context in which TRL writes the model's README with our name and without its paper. At its end the main
+    process adds the base model, if that is a local one, and a table of what was trained."""
     method = f"grpo_lab ({trainer.algorithm.with_hooks(trainer).describe()})"
     with trl_bridge.replaced(trainer, "_name", method), trl_bridge.replaced(trainer, "_paper", {}):
         yield
@@ -39,7 +40,8 @@ def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
 
 
 def _facts(trainer: GRPOTrainer) -> str:
-    """Return a table of the parts and of every reward with its weight (the trainer's, a schedule's, its own)."""
+    """Return a Markdown section with a table of the algorithm's parts and of every reward with its weight, which is the
+    trainer's, a schedule or the reward's own."""
     names = trainer.algorithm.with_hooks(trainer).names
     rows = [*names.items()]
     if preset := PRESETS.get(names.get("objective", "")):

@@ -1,11 +1,11 @@
 """``profile: true``: where the time of a run's optimizer steps goes, as a table in ``profile.md``.
 
 The code marks its parts by name (`ranks.named_place`). A part's seconds run from one mark to the next, so the parts add
-up to the training's wall time, of the main process. On a GPU each change of part waits for the device; else a part
-would be charged for the kernels of the one before it. A run without ``profile`` waits nowhere.
+up to the training's wall time on the main process. On a GPU the program waits for the device at each mark; else a part
+would be charged for the kernels of the one before it. Without ``profile`` a run does not wait.
 
-A second table shows what the host did within the update (``host``), without a wait. On a GPU, forward and backward are
-then the time to launch them, and the rest is waiting for the device.
+A second table shows what the host did within the update (marked by ``host``), without waiting at marks. On a GPU its
+forward and backward are the time to launch kernels, and the rest is waiting for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_lab.trainer.ranks import counted, named_place
 from grpo_lab.trainer.trl_bridge import replaced
 
 FILE = "profile.md"
-#: Innermost mark → row of the table. Code without a mark of its own counts for the mark around it.
+#: Name of a place → row of the table. A place that is not named here counts for the place around it.
 PARTS = {
     "generation": "generation", "rewards": "rewards", "log-probs": "log-probs at generation",
     "update": "update: forward and backward", "optimizer": "optimizer",
@@ -32,7 +32,7 @@ PARTS = {
     "checkpoint": "checkpoints", "evaluation": "evaluation",
 }  # fmt: skip
 
-#: Rows of the table of the host's times, in order.
+#: Rows of the table of the host's times, in order: the names that ``host`` takes, and the rest.
 PLANNING = "planning"
 EXCHANGE = "rows, to their ranks and to the host"
 LAYOUT = "masks and packing of bins"
@@ -47,8 +47,8 @@ _host: dict[str, float] | None = None
 
 @contextmanager
 def host(name: str) -> Iterator[None]:
-    """Return a context manager that counts the host's time inside it for ``name`` and for no mark around it. Without a
-    profile it does nothing."""
+    """Return a context, also a decorator, in which the host's time counts for ``name``, and not for a ``host`` around
+    it. Without a profile it does nothing."""
     if _host is None:
         yield
         return
@@ -62,7 +62,7 @@ def host(name: str) -> Iterator[None]:
 
 
 def _turn() -> None:
-    """Charge the time since the last change to what the host was doing."""
+    """Add the time since the last change of activity to that of the current one; called before it changes."""
     global _since
     now = time.perf_counter()
     if _host is not None and _doing:
@@ -72,7 +72,7 @@ def _turn() -> None:
 
 @contextmanager
 def host_counted(seconds: dict[str, float]) -> Iterator[None]:
-    """Return a context that adds the host's time to ``seconds``, by activity."""
+    """Return a context in which ``host`` adds the seconds of each activity to ``seconds``."""
     global _host
     _host = seconds
     try:
@@ -83,7 +83,8 @@ def host_counted(seconds: dict[str, float]) -> Iterator[None]:
 
 
 class Profile(TrainerCallback):  # type: ignore[misc]
-    """Measures a run from its second step on: the first one includes one-time setup."""
+    """Measures a run from its second step on, since the first one includes one-time setup, and writes ``profile.md`` at
+    the end of the training."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer = trainer
@@ -115,7 +116,8 @@ class Profile(TrainerCallback):  # type: ignore[misc]
 
 
 def by_part(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
-    """Return the seconds per step of each part, in the table's order. ``seconds``: by place, outermost name first."""
+    """Return part → seconds per step, in the table's order. ``seconds`` is what ``ranks.counted`` has filled: places,
+    with all their names, → seconds in ``steps`` steps."""
     found = dict.fromkeys(PARTS.values(), 0.0)
     for place, spent in seconds.items():
         known = [PARTS[name] for name in place.split(" › ") if name in PARTS]
@@ -124,7 +126,8 @@ def by_part(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
 
 
 def as_table(runs: Mapping[str, Mapping[str, float]], steps: int) -> str:
-    """Return a Markdown table of seconds per step and of their share, with these two columns for each of ``runs``."""
+    """Return a Markdown table of each part's seconds per step and share of the whole, in two columns for each run.
+    ``runs``: name of a run → what ``by_part`` returned."""
     parts = [part for part in PARTS.values() if any(part in run for run in runs.values())]
     head = "".join(f" {name + ', ' if name else ''}seconds a step | share |" for name in runs)
     lines = [f"| part |{head}", "|---|" + "---|---|" * len(runs)]
@@ -139,7 +142,8 @@ def as_table(runs: Mapping[str, Mapping[str, float]], steps: int) -> str:
 
 
 def host_table(seconds: Mapping[str, float], update: float, steps: int) -> str:
-    """Return a Markdown table of the host's seconds per step within the update, which took ``update`` seconds."""
+    """Return a Markdown table of what the host did within the update, in seconds per step. ``seconds``: activity →
+    seconds in ``steps`` steps; ``update``: seconds of the update per step."""
     lines = ["| the host, within the update | seconds a step | share |", "|---|---|---|"]
     known = {name: seconds[name] / steps for name in (PLANNING, EXCHANGE, LAYOUT, FORWARD, BACKWARD) if name in seconds}
     known[WAITING] = max(0.0, update - sum(known.values()))

@@ -1,6 +1,7 @@
 """Progress of a run that trains: one line in place of HF's dictionary of metrics, and a verdict on whether it works.
 
-Both read the log and change nothing of it. Runs of the command line have them, and a team's if `objective` is set.
+Both read the log and do not change it. Trainings of the command line have the line; a ``LabTrainer`` has both if
+`objective` is set.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ logger = logging.getLogger("grpo_lab")
 
 #: Seconds between two updates of the progress bar if stderr is no terminal, since a log file keeps each of them.
 SECONDS_IN_A_FILE = 30.0
-#: (metric, its name on the line, its format). The first two that were logged are shown.
+#: (metric, its name on the line, its format). The first two of these metrics that were logged are shown.
 SHOWN = (("reward", "reward", "{:.3g}"), ("completions/mean_length", "length", "{:.0f}"), ("loss", "loss", "{:.3g}"))
 
 
 class OneLine(ProgressCallback):  # type: ignore[misc]
-    """HF's bar with the last reward and length in it, in place of a dictionary per log; one line per evaluation."""
+    """HF's progress bar, which shows the last reward and length in place of a dictionary per log, and one line per
+    evaluation."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         super().on_train_begin(args, state, control, **more)
@@ -61,16 +63,19 @@ def one_line_for(trainer: GRPOTrainer) -> None:
 
 
 class HealthLine(TrainerCallback):  # type: ignore[misc]
-    """Logs the verdict on the run when it changes, every ``every`` logs, and at the end; as a warning if something
-    looks wrong.
+    """Logs a verdict on the run (``diagnostics.diagnose``) when it changes, every ``every`` logs, and at the end; as a
+    warning if something looks wrong.
 
     ``LabTrainer`` adds it if `objective` is set. A drop-in run gets it with ``callbacks=[HealthLine()]``. It reads
-    ``state.log_history``, which checkpoints carry: a resumed run goes on where it stopped.
+    ``state.log_history``, which checkpoints contain, so a resumed run knows the log from before.
+
+    Args:
+        every: number of logs after which an unchanged verdict is logged again.
+        own_loss: whether the loss is a team's, so that its value cannot be interpreted here.
+        success: the smallest reward that the advantage rule counts as a success, if it has such a bound.
     """
 
     def __init__(self, every: int = 20, own_loss: bool = False, success: float | None = None) -> None:
-        """Set up the callback. ``own_loss``: the loss is a team's, so its value cannot be interpreted here.
-        ``success``: the advantage rule's smallest reward of a success, if it asks for one."""
         self.every = every
         self.own_loss = own_loss
         self.success = success

@@ -1,10 +1,11 @@
 """``token_weights_every: n``: log the weight of tokens in every n-th optimizer step, by length and by pass rate. Each
 such step, from the first on, is a line of ``token_weights.jsonl`` (``grpo_lab.diagnostics.token_weights``).
 
-The loss that HF is about to train on is differentiated by the log-probs of its own forward. That needs no second
-forward and no second call of a hook, and training stays the same to the bit. Completions count whether they are
-computed or left out (their weight is exactly 0 then); weights are as ranks average them. A step that is left out
-(``step.guard``, or fp16's scaler) has no line: no token had a weight in it.
+A token's weight is −∂L/∂log π of the token; the file holds sums of its absolute value. The loss L that HF is about to
+train on is differentiated by the log-probs of its own forward. That needs no second forward and no second call of a
+hook, and training stays the same to the bit. Completions that were not computed count, too, with their weight of
+exactly 0. Weights are averaged over ranks as gradients are. A step that is left out (``step.guard``, or fp16's scaler)
+has no line: no token had a weight in it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 
 class TokenWeights(TrainerCallback):  # type: ignore[misc]
-    """Sums up the weights of an optimizer step on this rank; at the step's end the sums of all ranks become a line."""
+    """Sums up the weights of tokens on this rank during an optimizer step, by length quartile and pass rate. At the
+    step's end the sums of all ranks become a line of the file."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -39,19 +41,26 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
         return self.every is not None and trainer.model.training and trainer.state.global_step % self.every == 0
 
     def add_rows(self, inputs: dict[str, Any]) -> None:
-        """Count the completions of a micro-batch of this rank, each once, whether they will be computed or not."""
+        """Count the completions and tokens of a micro-batch of this rank, whether they will be computed or not. Called
+        once per micro-batch."""
         if place := self._places(inputs):
             self._of_step[:, :-1] += sums_of_rows(loss_mask(inputs).cpu(), inputs["advantages"].cpu(), *place)
 
     def add(self, loss: Tensor, logps: Tensor, mask: Tensor, fields: Any) -> None:
-        """Add the weights in a computed ``loss``, scaled for averaging over ranks, by its log-probs ``logps``. ``mask``
-        marks loss tokens; ``fields`` belong to the rows."""
+        """Add the weights of the tokens in a computed loss.
+
+        Args:
+            loss: scalar, as HF trains on it: its gradients are averaged over ranks.
+            logps: ``[B, T]``, the log-probs in the graph of ``loss``.
+            mask: bool ``[B, T]``, loss tokens.
+            fields: the rows' fields, with length quartiles and pass rates.
+        """
         if place := self._places(fields):
             found = sums_of_weights(weights_in(loss, logps).cpu(), mask.cpu(), *place)
             self._of_step[:, -1] += found / self.trainer.accelerator.num_processes
 
     def so_far(self) -> Tensor | None:
-        """Return a copy of the step's sums, for ``go_back``."""
+        """Return a copy of the step's sums, for ``go_back``; None if there are none yet."""
         if self._sums is None:
             return None
         return self._sums.clone()
@@ -77,8 +86,8 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
             append_json_line(Path(args.output_dir) / FILE, as_line(state.global_step, sums))
 
     def _places(self, fields: Any) -> tuple[Tensor, Tensor] | None:
-        """Return each row's length quarter and pass rate; None if the step is not recorded, or an old batch lacks
-        them."""
+        """Return each row's length quartile and pass rate; None if the step is not recorded, or if the rows lack them
+        (a batch from a checkpoint of an earlier version)."""
         carried = Carried(fields)
         if not self.is_due() or carried.length_quartile is None or carried.pass_rate is None:
             return None
@@ -86,15 +95,16 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
 
     @property
     def _of_step(self) -> Tensor:
+        """The step's sums ``[buckets, columns]``, which begin at 0."""
         if self._sums is None:
             self._sums = torch.zeros(BUCKETS, len(COLUMNS), dtype=torch.float64)
         return self._sums
 
 
 def pass_rates(correct: Tensor | None, rows: int, group_size: int) -> Tensor:
-    """Return the share of right answers in the group of each of ``rows`` completions, ``[N]``. It is NaN where none
-    could be judged, and everywhere without a correctness reward. ``correct``: that reward's scores ``[N]``, NaN if
-    unscorable."""
+    """Return, for each of the ``rows`` = N completions, the share of right answers in its group, ``[N]``; NaN if none
+    of the group could be judged. ``correct``: ``[N]``, scores of the correctness reward, NaN if unscorable; None if the
+    run has no such reward, and then all shares are NaN."""
     if correct is None:
         return torch.full((rows,), float("nan"))
     right = (correct >= CORRECT_FROM).float().masked_fill(correct.isnan(), float("nan"))

@@ -1,9 +1,10 @@
 """Trackers (``report_to``) of a command's trainings: each training has a run of its own, which a resume continues. A
 tracker that fails during a training is dropped, and the training goes on.
 
-transformers' callbacks assume one training per process. In a pipeline wandb's would put every stage into one run, and
-trackio's would draw a new name at every start. tensorboard's would write a second curve into a second folder (and a
-supervised stage's into the model's own folder, which is moved to its place when it is whole).
+transformers' callbacks assume one training per process. In a pipeline, wandb's callback would put every stage into one
+run, and trackio's would choose a new name at every start. tensorboard's would write a resumed training into a second
+folder, as a second curve (and a supervised stage into the model's own folder, which is moved to its place once it is
+whole).
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from grpo_lab.reading import read_record
 logger = logging.getLogger("grpo_lab")
 
 FILE = "trackers.json"
-"""File in the folder of a training with the identity of its run."""
+"""File in the folder of a training that holds the identity of its run in the trackers."""
 
 
 @contextmanager
 def tracked(trainer: Any, folder: Path) -> Iterator[None]:
-    """Return a context in which ``trainer`` has a run of its own in every tracker. The run's identity is kept in
-    ``folder``; the run is closed at the end of the block."""
+    """Return a context in which the training of ``trainer`` has a run of its own in every tracker: each tracker's
+    callback is wrapped (``Attended``). The run's identity is kept in ``folder``. At the end of the block the run is
+    closed."""
     known = tuple(INTEGRATION_TO_CALLBACK.values())
     callbacks = trainer.callback_handler.callbacks
     run = TrackedRun(folder)
@@ -47,8 +49,14 @@ def tracked(trainer: Any, folder: Path) -> Iterator[None]:
 
 
 class TrackedRun:
-    """The identity of a training's run, and its name if the settings give none: the last two parts of its folder. So
-    the stages of a pipeline, the rounds of a command and the cells of a lab can be told apart."""
+    """The run that a training has in the trackers.
+
+    Attributes:
+        folder: the training's folder.
+        name: the run's name if the settings give none: the last two parts of the folder's path, by which the stages of
+            a pipeline, the rounds of a command and the cells of a lab can be told apart.
+        identity: time and random characters; empty before ``begin``.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,8 +64,8 @@ class TrackedRun:
         self.identity = ""
 
     def begin(self, step: int) -> None:
-        """Set the identity: the recorded one if the training continues after ``step`` steps, else a new one. Raise
-        ValueError if the record is damaged."""
+        """Set the identity: the recorded one if the training resumes after ``step`` > 0 optimizer steps, else a new
+        one, which is recorded. Raise ValueError if the record is damaged."""
         if self.identity:
             return
         file = self.folder / FILE
@@ -71,8 +79,13 @@ class TrackedRun:
 
 
 class Attended(TrainerCallback):  # type: ignore[misc]
-    """Wraps a tracker's callback and forwards every event. Raises ValueError if the tracker cannot begin. A later error
-    is logged once, and the tracker gets no more events."""
+    """Wraps a tracker's callback and forwards every event to it. If the tracker cannot begin, the training ends with a
+    ValueError. A later error is logged once, and the tracker gets no more events.
+
+    Args:
+        inner: the tracker's callback.
+        run: the training's run.
+    """
 
     def __init__(self, inner: Any, run: TrackedRun) -> None:
         self.inner = inner
@@ -94,7 +107,7 @@ class Attended(TrainerCallback):  # type: ignore[misc]
             ) from error
 
     def _named(self, args: Any) -> Any:
-        """Return the settings with a name of the run filled in."""
+        """Return ``args`` with the run's name in ``run_name``, if that is not set."""
         if args.run_name is not None or not self.run.identity:
             return args
         named = copy.copy(args)
@@ -106,7 +119,7 @@ class Attended(TrainerCallback):  # type: ignore[misc]
         return named
 
     def hear(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Forward ``event`` to the tracker; after an error it gets nothing more of this training."""
+        """Forward ``event`` (the name of a callback's method) to the tracker; do nothing once an event has failed."""
         if self.lost:
             return
         try:
@@ -123,13 +136,15 @@ class Attended(TrainerCallback):  # type: ignore[misc]
             )
 
     def end(self) -> None:
-        """Close what was opened for this training."""
+        """Close what ``OPENED`` has opened for this training."""
         if self._close is not None:
             with suppress(Exception):
                 self._close()
 
 
 def _passed_on(event: str) -> Callable[..., None]:
+    """Return a method of ``Attended`` that forwards ``event``."""
+
     def heard(self: Attended, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.hear(event, args, state, control, **more)
 
@@ -142,7 +157,8 @@ for _event in dir(TrainerCallback):
 
 
 def _wandb(tracker: Attended, args: Any, state: Any) -> None:
-    """Open a run under its own identity, which wandb continues; a run that a team has opened itself is left alone."""
+    """Open wandb's run under the training's identity, by which wandb continues it on a resume. Do nothing if a team has
+    opened a run itself."""
     import wandb
 
     if wandb.run is not None:
@@ -155,7 +171,8 @@ def _wandb(tracker: Attended, args: Any, state: Any) -> None:
 
 
 def _tensorboard(tracker: Attended, args: Any, state: Any) -> None:
-    """Open one folder for all sessions of a training; what it holds of steps after ``state`` no longer counts."""
+    """Open a folder that all sessions of a training share, and have tensorboard drop what it holds of steps after the
+    one in ``state``."""
     given = tracker.inner.logging_dir  # TENSORBOARD_LOGGING_DIR: one place for several trainings
     if given is None:
         place = tracker.run.folder / "runs"
@@ -170,4 +187,4 @@ def _tensorboard(tracker: Attended, args: Any, state: Any) -> None:
 
 
 OPENED: dict[str, Callable[[Attended, Any, Any], None]] = {"wandb": _wandb, "tensorboard": _tensorboard}
-"""Trackers whose run is opened here, before their callback opens one."""
+"""Name of a tracker → function that opens its run, before the tracker's own callback would."""

@@ -1,9 +1,9 @@
 """Metrics of turns (``rollout.turns``): how many, how long, what their calls cost and how they failed, why trajectories
 end; and tokens, failures and scores by the index of a turn.
 
-They are read from the column ``turns`` of this rank's rows, and their sums are added up over ranks, once a generation
-batch. A turn's reward is Σ_c w_c · score_c over the step rewards c; a step belongs to the first turn that ends with it
-or later (``advantages/turn_table.py``).
+They are computed from the column ``turns`` of this rank's rows, and their sums are added up over ranks, once a
+generation batch. A turn's reward is Σ_c w_c · score_c over the step rewards c with weight w_c. A step belongs to the
+turn in which it ends (``advantages/turn_table.py``).
 """
 
 from __future__ import annotations
@@ -24,15 +24,20 @@ from grpo_lab.turns.trajectory import Call, Turn, calls_of
 from grpo_lab.turns.turn_settings import TURNS_COLUMN
 
 Turns = Sequence[Turn]
-#: metric → its sum and its count
+#: Name of a metric → its sum and its count.
 Sums = dict[str, tuple[float, int]]
 
 
 def record_turns(
     inputs: Sequence[Mapping[str, Any]], table: RewardTable, accelerator: Accelerator, book: MetricBook
 ) -> None:
-    """Log the turns of a generation batch (a collective). ``inputs``: this rank's rows; ``table``: rewards of all."""
-    made: list[Turns] = [row.get(TURNS_COLUMN, ()) for row in inputs]  # none: a team's loop, refused after the step
+    """Log the metrics of the turns of a generation batch. A collective.
+
+    Args:
+        inputs: this rank's rows, with the column ``turns``.
+        table: the rewards of all ranks' rows.
+    """
+    made: list[Turns] = [row.get(TURNS_COLUMN, ()) for row in inputs]  # no column: a team's loop, refused later
     first = accelerator.process_index * len(made)
     found = sums_of(made) | sums_by_turn(made, scores_of(table, slice(first, first + len(made)), made))
     local = torch.tensor([list(found.values())], dtype=torch.float32, device=accelerator.device)
@@ -43,7 +48,7 @@ def record_turns(
 
 
 def sums_of(made: Sequence[Turns]) -> Sums:
-    """Return the sums over all turns of some trajectories."""
+    """Return sums and counts over all turns of the trajectories ``made``: tokens, calls, failures, reasons to end."""
     turns = [turn for own in made for turn in own]
     calls = calls_of(turns)
     ran = [call for call in calls if call.tries > 0]
@@ -61,7 +66,8 @@ def sums_of(made: Sequence[Turns]) -> Sums:
 
 
 def sums_by_turn(made: Sequence[Turns], scores: Mapping[tuple[int, int], float]) -> Sums:
-    """Return the sums over the trajectories that have a turn of an index, for each of the first turns."""
+    """Return, for each of the first ``COUNTED_TURNS`` turns, sums and counts of tokens, failures and rewards over the
+    trajectories that have such a turn. ``scores`` is what ``scores_of`` returns."""
     found: Sums = {}
     for index in range(COUNTED_TURNS):
         there = {row: own[index] for row, own in enumerate(made) if len(own) > index}
@@ -74,7 +80,8 @@ def sums_by_turn(made: Sequence[Turns], scores: Mapping[tuple[int, int], float])
 
 
 def scores_of(table: RewardTable, rows: slice, made: Sequence[Turns]) -> dict[tuple[int, int], float]:
-    """Return the reward of each turn that was scored, by (row of this rank, index of the turn), both from 0."""
+    """Return (row, index of the turn) → reward of the turn, both from 0, for the turns that were scored. ``rows``: this
+    rank's rows in the table; ``made``: their turns."""
     ends = [[turn.end - 1 for turn in own] for own in made]
     found: dict[tuple[int, int], float] = {}
     for column, steps in table.steps.items():
@@ -88,9 +95,10 @@ def scores_of(table: RewardTable, rows: slice, made: Sequence[Turns]) -> dict[tu
 
 
 def failures(calls: Iterable[Call]) -> int:
+    """Return how many tool calls failed."""
     return sum(call.failure is not None for call in calls)
 
 
 def own_tokens(turn: Turn) -> int:
-    """Return how many of a turn's tokens the policy wrote; a thinking budget's are not among them."""
+    """Return how many of a turn's tokens the policy wrote: all but those that a thinking budget inserted."""
     return turn.end - turn.first - turn.inserted

@@ -1,20 +1,21 @@
 """Compute the advantages of the selected rows: once on the reward table of all ranks, then for this rank's tokens. With
 a critic, each token first gets its reward and value; afterwards the critic gets the returns that it is to learn.
 
-    penalise → add_value_estimates          local.rewards: −β·k_t on each own token, the scores of steps on the tokens
-                                            where these end, and the completion's other rewards on its last one;
-                                            local.values: V at generation
-    → add_token_energies                    local.token_energy: 1 − 2π + Σπ² at generation, for a rule that reads it
-    → row_advantages                        the rule, or a team's ``compute_advantages`` over it
-    → to_advantages_and_returns             returns = Â + V for the critic; then Â whitened, for the policy
-    → write_advantages
+    penalise → add_value_estimates          with a critic: ``local.rewards`` are −β·k_t on each own token, the scores of
+                                            steps on the tokens where these end, and the completion's other rewards on
+                                            its last own token; ``local.values`` are the critic's at generation
+    → add_token_energies                    for a rule that reads it: ``local.token_energy``, 1 − 2π + Σπ² at generation
+    → row_advantages                        the advantages Â by the rule, or by a team's ``compute_advantages``
+    → to_advantages_and_returns             with a critic: returns Â + V, which it learns; then Â is whitened
+    → write_advantages                      Â and returns are written into this rank's rows
 
 Tool output and inserted text are no time steps: a step goes from one token of the policy to its next
 (``LocalRows.mask``). A completion that the length limit cut is an episode like any other, with its rewards on its last
 token, where ``value.missing_eos_penalty`` is subtracted. A completion that no reward could score teaches nothing: its
 advantages are 0, and its returns are NaN, which no loss reads.
 
-If a team's ``compute_advantages`` calls ``super()`` and there is no rule of ours, the advantages are TRL's own:
+If a team's ``compute_advantages`` calls ``super()`` and there is no rule of ours, the advantages are those of TRL's
+``multi_objective_aggregation``:
 
     sum_then_normalize    the rule that ``scale_rewards`` names, on the weighted sum
     normalize_then_sum    the rule ``gdpo``
@@ -50,11 +51,16 @@ from grpo_lab.trainer.step.log_probs import forwards_in_bins, padded_log_probs
 
 
 def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
-    """Return a rule's advantages, detached, after a check of their shape and values.
+    """Return a rule's advantages, detached from its graph, after a check of their shape and values.
 
-    The shape is ``[N]``, one per row of the table, or ``[B, T]``, one per token of this rank's rows. With a guard
-    (``faults``), advantages that are not finite become 0 and the batch is marked as bad. Raise ValueError for another
-    type or shape. Without a guard, raise it also for an advantage that is not finite on a row or on a token with loss.
+    Args:
+        advantages: ``[N]``, one per row of the table (or ``[N, 1]``); or ``[B, T]``, one per token of this rank's rows.
+        table: the rewards, with ``local``.
+        faults: the guard's record. With it, advantages that are not finite become 0 and the batch is marked as bad.
+
+    Raises:
+        ValueError: the type or shape is another; or, without a guard, an advantage is not finite, on a row or on a
+            token that carries loss.
     """
     assert table.local is not None
     rows = table.values.size(0)
@@ -84,7 +90,9 @@ def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | 
 
 
 def add_value_estimates(trainer: UpdatePort, made: Penalised) -> Penalised:
-    """Put the rewards and values of this rank's tokens into ``table.local``; without a critic nothing changes."""
+    """Put the rewards and values ``[B, T]`` of this rank's tokens, in units of the reward, into ``table.local``, and
+    log the mean rewards of completions (``ppo/…``). Without a critic change nothing. A collective with
+    ``whiten_rewards``."""
     value = trainer.algorithm.value
     if value is None:
         return made
@@ -125,7 +133,8 @@ def add_value_estimates(trainer: UpdatePort, made: Penalised) -> Penalised:
 
 
 def without_steps(table: RewardTable) -> RewardTable:
-    """Return the table with 0 in place of a step reward's means; NaN where no step was scored."""
+    """Return the table with 0 in place of the means of step rewards, which are counted at their tokens; a mean of NaN
+    (no step could be scored) stays."""
     values = table.values.clone()
     values[:, list(table.steps)] *= 0.0
     return replace(table, values=values)
@@ -133,7 +142,8 @@ def without_steps(table: RewardTable) -> RewardTable:
 
 @torch.no_grad()
 def values_at_generation(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
-    """Return values ``[B, T]`` of the policy's own tokens, else 0: from bins if these are exact, else from TRL."""
+    """Compute the critic's values ``[B, T]`` of the policy's own tokens, 0 for all others. The forward runs in bins if
+    that is exact, else as TRL's does."""
     model = trainer.model
     args = trainer.args
     training = trainer.model.training
@@ -161,7 +171,7 @@ def values_at_generation(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
 
 
 def add_token_energies(trainer: UpdatePort, made: Penalised) -> Penalised:
-    """Put the squared norms of this rank's tokens' scores into ``table.local``, if the rule reads them."""
+    """Put ``token_energies`` of this rank's tokens into ``table.local``, if the rule reads them."""
     if not reads_token_energy(trainer.algorithm.advantage):
         return made
     energy = token_energies(trainer, made.scored.batch)
@@ -169,16 +179,17 @@ def add_token_energies(trainer: UpdatePort, made: Penalised) -> Penalised:
 
 
 def with_equal_energies(table: RewardTable) -> RewardTable:
-    """Return the table with a squared norm of 1 for every token. Which groups are dead does not depend on them: an
-    advantage is 0 wherever the rewards of those that have such a token are equal."""
+    """Return the table with a token energy of 1 for every token, which serves to find dead groups without a forward. A
+    weighted mean of equal rewards is the same for all positive weights, so a dead group has advantage 0 with any
+    energies."""
     assert table.local is not None
     return replace(table, local=replace(table.local, token_energy=torch.ones(table.local.mask.shape)))
 
 
 @torch.no_grad()
 def token_energies(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
-    """Return 1 − 2π + Σπ² ``[B, T]`` of the policy's own tokens, else 0: from bins if these are exact, else from
-    TRL's forward."""
+    """Compute 1 − 2π(a) + Σ_v π(v)² ``[B, T]`` for each of the policy's own tokens a, and 0 for all others: the squared
+    norm of ∂ log π(a) by the logits. The forward runs in bins if that is exact, else as TRL's does."""
     model = trainer.model
     in_bins = model.training and not trl_bridge.is_multimodal(batch)
     with trl_bridge.energies_for_log_probs(), trl_bridge.without_checkpointing(model, trainer.args):
@@ -193,22 +204,26 @@ def token_energies(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
 
 
 def last_own(mask: Tensor) -> Tensor:
-    """Return bool ``[B, T]``: the last True of each row; nowhere in a row without any."""
+    """Return bool ``[B, T]`` that is True at the last True of each row of ``mask`` only."""
     ordinal = mask.long().cumsum(1)
     return mask & (ordinal == ordinal[:, -1:])
 
 
 def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
-    """Return advantages by the rule in force: ``[N]`` over all ranks, or ``[B, T]`` from a rule of level ``token``.
-    Return TRL's own ``[B]`` if neither a rule nor a hook is in force, and selection has left the batch as it was."""
+    """Return the advantages by the rule or hook in force: ``[N]`` for all ranks' rows, or ``[B, T]`` for this rank's
+    tokens. If there is neither, and no row was resampled, return TRL's own for this rank's rows, ``[B]``."""
     if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
         return made.scored.batch["advantages"]  # type: ignore[no-any-return]
     return checked_advantages(trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training)
 
 
 def to_advantages_and_returns(trainer: UpdatePort, made: Penalised, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the policy's advantages ``[B, T]`` and the critic's returns, float32 ``[B, T]`` (NaN where there is
-    nothing to learn). Without a critic, return the advantages as they are, and None."""
+    """Return the policy's advantages and the critic's returns, both ``[B, T]``, and log the critic's explained
+    variance. Without a critic return ``advantages`` as they are, and None.
+
+    The returns, float32, are Â + V with Â before whitening; NaN for tokens of others and for completions that no reward
+    could score. A collective with a critic.
+    """
     value = trainer.algorithm.value
     local = made.local
     if value is None:
@@ -235,17 +250,24 @@ def to_advantages_and_returns(trainer: UpdatePort, made: Penalised, advantages: 
 
 
 def _moments(trainer: Collectives, values: Tensor, mask: Tensor) -> Moments:
-    """Return the moments over the tokens of all ranks. A collective."""
+    """Return the moments of ``values`` over the tokens of all ranks at which ``mask`` is True. A collective."""
     return Moments.joined(trainer.accelerator.gather(masked_moments(values, mask).unsqueeze(0)))
 
 
 def write_advantages(
     trainer: Collectives, made: Penalised, advantages: Tensor, returns: Tensor | None
 ) -> dict[str, Any]:
-    """Write this rank's advantages ``[B]`` or ``[B, T]`` into its rows, with the critic's values and returns, and
-    return the rows. A KL charged per token is added. TRL's completions table gets the advantages, too; if they are per
-    token, as the mean over a completion's own tokens. ``advantages``: ``[N]`` over all ranks, ``[B, T]`` of this rank's
-    tokens, or TRL's own ``[B]``."""
+    """Write the advantages, ``[B]`` or ``[B, T]``, and the critic's values and returns into this rank's rows, and
+    return the rows. A KL that is charged per token is added to the advantages here.
+
+    TRL's table of completions gets the advantages, too: if they are per token, their mean over a completion's own
+    tokens. A collective.
+
+    Args:
+        advantages: ``[N]`` for all ranks' rows, ``[B, T]`` for this rank's tokens, or TRL's own ``[B]``, which stand in
+            the rows already.
+        returns: ``[B, T]``, or None without a critic.
+    """
     batch = made.scored.batch
     mask = made.local.mask
     if returns is not None and made.local.values is not None:
@@ -269,7 +291,8 @@ def write_advantages(
 
 
 def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> Tensor:
-    """Return the advantages ``[N]`` of ``table`` for TRL's settings. Raise ValueError for settings that TRL lacks."""
+    """Return the advantages ``[N]`` that TRL computes from ``table`` with its settings ``scale_rewards`` and
+    ``multi_objective_aggregation``. Raise ValueError for values that TRL does not have."""
     if aggregation == "normalize_then_sum":
         return GDPO()(table)
     rules = {scaling: name for name, scaling in TRL_SCALING.items()}

@@ -2,12 +2,13 @@
 
     score → Scored → select → Scored → penalise → Penalised → values → advantages → record
 
-``Rewarded`` is the small part that is the same on all ranks; ``batch`` is TRL's dict of this rank's rows.
+``Scored.batch`` is TRL's dict of this rank's rows; ``Scored.rewarded`` holds the rewards of all ranks' rows, the same
+on every rank.
 
 With ``mask_truncated_completions``, truncated completions are out of the loss and still in their group's baseline. TRL
-masks their tokens before it asks for log-probs. With a KL penalty in the reward that is too early, since they are
-charged for their KL like all others. So TRL is then told to mask nothing, and ``mask_cut`` does it once the penalty is
-known.
+masks their tokens before it asks for log-probs. With a KL penalty in the reward that is too early, since truncated
+completions are charged for their KL like all others. So TRL is then made to mask nothing (``whole_completions``), and
+``mask_cut`` masks them once the penalty is known.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _OF_ROWS = ("lengths", "tokens", "truncated", "rows")
 
 @dataclass(frozen=True)
 class Rewarded:
-    """Scores of the completions of all ranks; the same on every rank.
+    """Rewards and facts of the N completions of all ranks, in rank order; the same on every rank.
 
     Args:
-        table: rewards, with the steps of step rewards.
-        lengths: ``[N]``, tokens that the policy made (no tool output, as TRL counts them).
-        tokens: ``[N]``, tokens of each completion, tool output included.
-        truncated: bool ``[N]``, ended by the length limit, not by an end token.
-        rows: ``[N]``, row number in the data set, −1 if unknown (``prompt_order.row_numbers``).
+        table: the rewards, with the scores of step rewards.
+        lengths: long ``[N]``, tokens that the policy made, without tool output, as TRL counts them.
+        tokens: long ``[N]``, tokens of each completion, tool output included.
+        truncated: bool ``[N]``, whether the length limit ended it.
+        rows: long ``[N]``, row number in the data set, −1 if unknown (``prompt_order.row_numbers``).
     """
 
     table: RewardTable
@@ -50,14 +51,14 @@ class Rewarded:
     rows: Tensor
 
     def picked(self, index: Tensor) -> Rewarded:
-        """Return some rows (long ``[M]``, whole groups), in that order."""
+        """Return the rows ``index`` (long ``[M]``, whole groups), in that order."""
         index = index.to(self.table.values.device)
         place = index.to(self.lengths.device)
         return Rewarded(self.table.picked(index), **{name: getattr(self, name)[place] for name in _OF_ROWS})
 
     @staticmethod
     def joined(parts: Sequence[Rewarded]) -> Rewarded:
-        """Join the rows of several generations, one after the other."""
+        """Return the rows of several generations, one after the other."""
         first = parts[0].table
         steps = {column: StepTable.joined([part.table.steps[column] for part in parts]) for column in first.steps}
         of_rows = {name: torch.cat([getattr(part, name) for part in parts]) for name in _OF_ROWS}
@@ -70,14 +71,15 @@ class Rewarded:
 
 @dataclass(frozen=True)
 class Scored:
-    """Completions with their rewards: those of one generation, or those that were kept of several (`resample`).
+    """Completions with their rewards: those of one generation, or those that were kept of several
+    (``dead_groups: resample``).
 
     Args:
         batch: this rank's rows as TRL returns them. Its ``advantages`` are TRL's until ours replace them.
-        rewarded: rewards of all ranks.
+        rewarded: rewards of all ranks' rows.
         forwards: which of TRL's forward passes were replaced or put off for this batch.
-        columns: TRL's table of these completions, kept if rows of several generations may be combined.
-        rounds: how many generations the rows come from.
+        columns: TRL's logged table of these completions, by column; None unless rows may be resampled.
+        rounds: number of generations that were made for the rows.
     """
 
     batch: dict[str, Any]
@@ -93,9 +95,10 @@ class Penalised:
 
     Args:
         scored: the selected rows.
-        table: their rewards, with a column for the KL if it is charged per completion, and ``local`` rows.
-        to_go: float64 ``[B, T]``, added to the advantage of each token if the KL is charged per token.
-        charged: float64 ``[B, T]``, −β·k of each token if the KL is charged per token.
+        table: their rewards, with ``local``, and with a column for the KL if it is charged per completion.
+        charged: float64 ``[B, T]``, −β·k of each token; only if the KL is charged per token.
+        to_go: float64 ``[B, T]``, the discounted sum of ``charged`` from each token on, which is added to the token's
+            advantage; only if the KL is charged per token.
     """
 
     scored: Scored
@@ -105,28 +108,33 @@ class Penalised:
 
     @property
     def local(self) -> LocalRows:
+        """This rank's rows of the table."""
         assert self.table.local is not None
         return self.table.local
 
 
 def local_rows(trainer: Collectives, batch: dict[str, Any]) -> slice:
-    """Return the slice of a gathered tensor that holds this rank's rows."""
+    """Return the slice of a tensor of all ranks' rows that holds those of this rank, which are in ``batch``."""
     rows = batch["prompt_ids"].size(0)
     rank = trainer.accelerator.process_index
     return slice(rows * rank, rows * (rank + 1))
 
 
 def whole_completions(trainer: Numbers) -> contextlib.AbstractContextManager[Any]:
-    """Return a context for TRL's generation. With a KL penalty in the reward, TRL then masks no truncated completion
-    before it computes log-probs."""
+    """Return a context for TRL's generation in which TRL masks no truncated completion, if that is to be done later
+    (``mask_cut``)."""
     if not _masks_later(trainer):
         return contextlib.nullcontext()
     return trl_bridge.replaced(trainer, "mask_truncated_completions", False)
 
 
 def with_local_rows(trainer: UpdatePort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
-    """Return the table with ``local``: this rank's rows of ``scored``, and their tokens that will carry loss, whether
-    truncated completions are masked yet or not. ``before``: rows of the table that come before them all."""
+    """Return ``table`` with ``local``: where this rank's rows of ``scored`` are in it, their lengths, and the mask of
+    the tokens that will carry loss, also if truncated completions are only masked later.
+
+    Args:
+        before: number of rows of the table before those of ``scored`` (``resample``: the groups kept so far).
+    """
     mask = loss_mask(scored.batch)
     mine = local_rows(trainer, scored.batch)
     if _masks_later(trainer):
@@ -137,6 +145,7 @@ def with_local_rows(trainer: UpdatePort, scored: Scored, table: RewardTable, bef
 
 
 def _sum_over_ranks(trainer: Collectives, numbers: Tensor) -> Tensor:
+    """Return the sums of ``numbers`` over all ranks, on the device of ``numbers``. A collective."""
     if trainer.accelerator.num_processes == 1:
         return numbers
     here = numbers.to(trainer.accelerator.device)
@@ -145,7 +154,8 @@ def _sum_over_ranks(trainer: Collectives, numbers: Tensor) -> Tensor:
 
 
 def mask_cut(trainer: UpdatePort, scored: Scored) -> None:
-    """Mask the truncated completions that TRL would have masked, and set TRL's token count."""
+    """Mask, in ``scored.batch``, the truncated completions that TRL was kept from masking (``whole_completions``), and
+    set TRL's token count ``num_items_in_batch``. Else do nothing."""
     if _masks_later(trainer):
         batch = scored.batch
         kept = _uncut(trainer, scored)
@@ -155,10 +165,12 @@ def mask_cut(trainer: UpdatePort, scored: Scored) -> None:
 
 
 def _uncut(trainer: Collectives, scored: Scored) -> Tensor:
+    """Return bool ``[B, 1]``: which of this rank's completions were not truncated."""
     return ~scored.rewarded.truncated[local_rows(trainer, scored.batch)].unsqueeze(1)
 
 
 def _masks_later(trainer: Numbers) -> bool:
+    """Return whether truncated completions are masked after the KL penalty and not by TRL."""
     objective = trainer.algorithm.objective
     in_reward = objective is not None and objective.kl_in_reward is not None
     return bool(trainer.args.mask_truncated_completions and in_reward)

@@ -1,13 +1,16 @@
 """The KL penalty in the reward, charged per completion or per token, and its coefficient β.
 
     per: sequence    r_i ← r_i − β·Σ_t k_{i,t}, one more column of the reward table; normalised as rewards are
-    per: token       Â_{i,t} ← Â_i − β·Σ_{s ≥ t} γ^{n(t,s)} k_{i,s} over the completion's own tokens, after the rule:
-                     not normalised, without a baseline; a group whose rewards are all equal still learns from it
+    per: token       Â_{i,t} ← Â_i − β·Σ_{s ≥ t} γ^{n(t,s)} k_{i,s}, after the advantage rule: not normalised, without a
+                     baseline; a group whose rewards are all equal still learns from it
 
-Only tokens that the policy made are charged (no tool output). A completion that no reward could score is not charged:
-it carries no signal. β is constant, or steered to ``kl.target``: batch t is charged with β_t, and its measured KL gives
-β_{t+1}. That is one number on every rank, since all of them sum the same gathered table exactly rounded. Sources and
-estimators: ``objectives.kl_estimators``, docs/algorithms/kl.md.
+k_{i,t} estimates the KL, in nats, between the policy before the update and the reference at token t of completion i;
+n(t,s) counts the policy's own tokens from t to the one before s. Only own tokens are charged (no tool output). A
+completion that no reward could score is not charged: it carries no signal.
+
+β is constant, or steered to ``kl.target``: batch t is charged with β_t, and its measured KL gives β_{t+1}. Every rank
+has the same β, since all sum the same gathered values by ``math.fsum``, exactly rounded. Sources and estimators:
+``objectives.kl_estimators``, docs/algorithms/kl.md.
 """
 
 from __future__ import annotations
@@ -34,13 +37,16 @@ from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bin
 
 
 class KLController(TrainerCallback):  # type: ignore[misc]
-    """Holds β. Without ``kl.target`` it is the constant ``kl.coefficient``, and nothing is saved or logged.
+    """Holds β, and updates it after each batch if ``kl.target`` is set. Otherwise β is the constant ``kl.coefficient``,
+    and this object saves and logs nothing.
 
     Attributes:
+        kl: the KL term that is charged in the reward; None if there is none.
+        control: the rule by which β moves; None if it is constant.
         coefficient: β in force; None if no KL is charged in the reward.
 
     Raises:
-        ValueError: if the penalty is per completion and advantages are TRL's own, which are made before it is known.
+        ValueError: the KL is charged per completion, and advantages are TRL's own, which are made before it is known.
     """
 
     holds = "with `kl.target` β of the next generation batch"
@@ -61,8 +67,14 @@ class KLController(TrainerCallback):  # type: ignore[misc]
             )
 
     def charged(self, of_completions: Tensor) -> None:
-        """Log the KL Σ_t (log π − log π_ref) of each completion of the current batch, float64 ``[N]``, and update β. β
-        moves in training only, and not while a critic learns alone: then no β could change the KL."""
+        """Log the mean KL of the batch that was charged and β, then update β.
+
+        Args:
+            of_completions: float64 ``[N]``, Σ_t (log π − log π_ref) of each completion, in nats.
+
+        β moves in training only, and not while a critic learns alone: β could not change the KL then. Does nothing if
+        β is constant.
+        """
         if self.control is None or self.coefficient is None:
             return
         number = of_completions.numel()
@@ -74,7 +86,7 @@ class KLController(TrainerCallback):  # type: ignore[misc]
             self.coefficient = self.control.following(self.coefficient, measured, number)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start with ``kl.coefficient``, or on a resume with the β of the checkpoint."""
+        """Begin with ``kl.coefficient``, or on a resume with the β of the checkpoint."""
         if not self._loaded:
             self.coefficient = self._start
         self._loaded = False
@@ -105,6 +117,7 @@ class KLController(TrainerCallback):  # type: ignore[misc]
 
 
 def _coefficient(entry: Any) -> float:
+    """Return β from a checkpoint's entry; raise ValueError if it is not positive and finite."""
     found = float(entry["coefficient"])
     if not (math.isfinite(found) and found > 0):
         raise ValueError(f"β is {found}")
@@ -112,7 +125,8 @@ def _coefficient(entry: Any) -> float:
 
 
 def penalise(trainer: UpdatePort, scored: Scored, controller: KLController) -> Penalised:
-    """Charge the selected rows with their KL, then mask truncated completions out of the loss."""
+    """Charge the selected rows with their KL, log it, and move β; then mask truncated completions out of the loss
+    (``mask_cut``). Without a KL in the reward only the masking remains. A collective."""
     kl = controller.kl
     beta = controller.coefficient
     table = scored.rewarded.table
@@ -153,8 +167,8 @@ def penalise(trainer: UpdatePort, scored: Scored, controller: KLController) -> P
 
 
 def _finite(trainer: Collectives, kl: Tensor) -> Tensor:
-    """Return ``kl``. With a guard, values that are not finite become 0 and the batch is marked as bad: as a reward they
-    would count as unscorable."""
+    """Return ``kl``, with 0 for values that are not finite if a guard is in force, and mark the batch as bad then. As a
+    reward NaN would mean that the completion cannot be scored."""
     faults = trainer.recorder.faults_in_training
     if faults is None or bool(kl.isfinite().all()):
         return kl
@@ -164,6 +178,8 @@ def _finite(trainer: Collectives, kl: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _log_probs_at_generation(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
+    """Compute the log-probs ``[B, T]`` of the policy as it is now, in nats: in bins if these are exact, else as TRL
+    does."""
     if GenerationForwards.of(trainer).in_bins and not trl_bridge.is_multimodal(batch):
         return log_probs_in_bins(trainer, trainer.model, batch)
     return padded_log_probs(trainer, batch)

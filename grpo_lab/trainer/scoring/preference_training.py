@@ -1,6 +1,6 @@
-"""Train a run's preference model along with the policy. Every generation batch gives fresh comparisons. Every so many
-steps the model is trained on old and new ones, and its accuracy on held-out prompts is logged. The checkpoint holds all
-of it."""
+"""Train a run's preference model along with the policy. Another reward, the *judge*, compares completions of each
+generation batch. Every so many steps the preference model is trained on all comparisons so far. On held-out prompts its
+agreement with the judge is logged. A checkpoint holds model and comparisons."""
 
 from __future__ import annotations
 
@@ -22,15 +22,24 @@ from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.state import STATE, SavedState
 
 FOLDER, COMPARISONS = "grpo_lab_preference", "comparisons.jsonl"
-"""Folder of the preference model in a checkpoint, as transformers saves it, and file of its comparisons."""
+"""Folder of the preference model in a checkpoint, as transformers saves it, and the file in it with the comparisons."""
 PER_GROUP = 2
-"""Largest number of fresh comparisons of a group."""
+"""Largest number of comparisons that are kept of a group."""
 
 
 class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
-    """Trains the run's preference model; does nothing if no reward is a `PreferenceReward` with a judge. Every rank
-    holds the model whole and trains it on the same comparisons. Raises ValueError if there are several, or if its judge
-    is none of the run's other rewards."""
+    """Trains the run's preference model, a `PreferenceReward` with a judge. Every rank holds the whole model and trains
+    it on the same comparisons. Does nothing if there is no such reward.
+
+    Attributes:
+        reward: the reward that holds the preference model; None if there is none.
+        kept: whether the model is trained during the run (the reward's ``every``), and not only compared.
+        pairs: all comparisons so far.
+        trained: the optimizer step at which the model was last trained.
+
+    Raises:
+        ValueError: several rewards are preference models with a judge, or the judge is no other reward of the run.
+    """
 
     holds = (
         "with a preference reward that is kept in training the step of its last training; its weights and comparisons "
@@ -40,7 +49,7 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: StepPort) -> None:
         self.trainer = trainer
         self.pairs = list[Pair]()
-        self.trained = 0  # the step of the last training
+        self.trained = 0
         names = list(trainer.reward_func_names)
         rewards = trainer.reward_funcs
         found = [i for i, one in enumerate(rewards) if isinstance(one, PreferenceReward) and one.judge is not None]
@@ -60,8 +69,8 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
         self.reward.seen = []
 
     def learn(self, table: RewardTable) -> None:
-        """Collect comparisons after each generation in training; train the model if due. ``table`` is of all ranks. A
-        collective."""
+        """Collect comparisons from the rewards of all ranks' completions, log the agreement on held-out prompts, and
+        train the model if that is due. Called after each generation in training. A collective."""
         if (reward := self.reward) is None:
             return
         step = self.trainer.state.global_step
@@ -91,7 +100,8 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
                         weights.copy_(broadcast(weights.detach().clone()))
 
     def save(self, folder: Path) -> dict[str, Any] | None:
-        """Save the preference model beside a policy (a checkpoint or the last). Called on every rank; one writes."""
+        """Write the preference model and its comparisons into ``folder``, a checkpoint or that of the trained policy,
+        and return the checkpoint's entry. Called on every rank; one writes."""
         if self.reward is None or not self.kept:
             return None
         if self.trainer.args.should_save:
@@ -108,7 +118,7 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
             self.trained = 0
 
     def load(self, saved: SavedState | None) -> None:
-        """Restore what ``save`` wrote."""
+        """Restore what ``save`` wrote. Raise ValueError if the checkpoint has no preference model."""
         if self.reward is None or not self.kept or saved is None:
             return
         place = saved.checkpoint / FOLDER

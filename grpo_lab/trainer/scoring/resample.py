@@ -4,9 +4,9 @@ In a mixture a dead group is replaced by one of its task.
     a group is *alike*   if all its outcomes are equal, and so are all its step scores (``groups/dead_share``)
     a group is *dead*    if the rule in force gives none of its loss tokens a nonzero advantage; else it is *live*
 
-With most rules a group is dead if it is alike. Not so with ``raw`` and ``group_max``, where a group that is right
-throughout teaches what was right. So the rule itself is asked for advantages, before any KL penalty, which makes every
-group differ.
+With most rules a group is dead if and only if it is alike. Not so with ``raw`` and ``group_max``: a group in which
+every completion is right is alike, and teaches what was right. So the rule itself is asked for advantages. It is asked
+before any KL penalty, with which the rewards of almost every group would differ.
 
 Source: DAPO (arXiv 2503.14476, §3.2, eq. 11). Off by default: it changes the *data distribution* (hard and easy
 prompts, whose groups are mostly dead, appear less often than in the data set), and generation costs more (logged).
@@ -35,15 +35,16 @@ from grpo_lab.trainer.scoring.advantages import checked_advantages, with_equal_e
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, with_local_rows
 from grpo_lab.trainer.step.log_probs import keep_copy
 
-#: An advantage that is at most this share of its group's reward may come from rounding of equal rewards. Their mean in
-#: float32 is off by up to 6e-8 of them, and a rule may divide that by a standard deviation of 0 plus 1e-4.
+#: In a group that is alike, an advantage of at most this share of the reward may come from rounding. The mean of equal
+#: float32 rewards is off by up to 6e-8 of them, and a rule may divide that by a standard deviation of 0 plus 1e-4.
 ROUNDING = 1e-3
-#: The same bound in float64 for a group of rewards 0 in a batch whose mean is not 0: (N · 1e-16) / 1e-4.
+#: The same bound, absolute, for a group of rewards 0 in a batch whose mean is not 0: (N · 1e-16) / 1e-4 in float64.
 ROUNDING_OF_NOTHING = 1e-9
 
 
 def alike(table: RewardTable) -> Tensor:
-    """Return bool ``[groups]``: all scorable outcomes of the group are equal, and so are all its step scores."""
+    """Return bool ``[groups]``: whether all outcomes of the group that could be scored are equal, and all its step
+    scores, too. An outcome is the weighted sum of the rewards that are no step rewards."""
     outcome = outcome_of(table) if table.steps else table
     groups = table.values.size(0) // table.group_size
     found = torch.ones(groups, dtype=torch.bool, device=table.values.device)
@@ -55,8 +56,8 @@ def alike(table: RewardTable) -> Tensor:
 
 
 class Resampler:
-    """Fills a generation batch with live groups. The prompts that are drawn depend only on (seed, step, micro-batch,
-    round). So a resumed run draws the same ones, and no state is kept."""
+    """Replaces the dead groups of a generation batch by live groups of further prompts. Which ones depends on seed,
+    optimizer step, micro-batch and round only. So a resumed run draws the same prompts, and no state is kept."""
 
     def __init__(self, trainer: StepPort) -> None:
         self.trainer = trainer
@@ -64,9 +65,18 @@ class Resampler:
         self.max_rounds = trainer.lab_settings.update.max_rounds or 4
 
     def select(self, first: Scored, score: Callable[[list[dict[str, Any]]], Scored]) -> Scored:
-        """Return ``first`` with its dead groups replaced by live ones of further rounds, up to ``max_rounds``; return
-        it unchanged if that is not asked for. ``score`` generates and scores the rows of one more batch. Every rank
-        calls this."""
+        """Return ``first``, the first round, with its dead groups replaced by live groups of further rounds, and log
+        how many. Every rank calls this.
+
+        With the first included there are at most ``max_rounds`` rounds; dead groups for which they bring no replacement
+        stay. Without ``update.dead_groups: resample`` return ``first`` unchanged.
+
+        Args:
+            score: generates and scores the rows of one more round.
+
+        Raises:
+            ValueError: the batch has images.
+        """
         if self.trainer.lab_settings.update.dead_groups != "resample":
             return first
         if trl_bridge.is_multimodal(first.batch):
@@ -92,8 +102,8 @@ class Resampler:
         return self._assembled(rounds, chosen)
 
     def _live(self, rounds: list[Scored], chosen: list[int]) -> list[int]:
-        """Return the groups of the last round to which the rule (or a team's hook) gives an advantage, numbered over
-        all rounds. The rule sees the kept groups followed by that round, never a group that was thrown away. A
+        """Return the live groups of the last round, numbered over all rounds. The rule (or a team's hook) is asked on a
+        table of the groups ``chosen`` so far, followed by that round; it never sees a group that was dropped. A
         collective."""
         trainer = self.trainer
         last = rounds[-1]
@@ -136,7 +146,8 @@ class Resampler:
         return tasks[:: self.group_size].tolist()
 
     def _as_wanted(self, rounds: list[Scored], groups: list[int]) -> list[int]:
-        """Return the first of ``groups``, as many of each task as the first round has."""
+        """Return ``groups`` without those that are one too many: of each task the first ones are kept, as many as the
+        first round has."""
         tasks = [task for scored in rounds for task in self._tasks(scored)]
         left = Counter(self._tasks(rounds[0]))
         kept = []
@@ -159,8 +170,8 @@ class Resampler:
         return pools
 
     def _draw(self, local: int, round_: int, tasks: list[int]) -> list[dict[str, Any]]:
-        """Draw this rank's rows of a further batch: each prompt G times, not repeated, groups contiguous over ranks, of
-        the same ``tasks`` as the first round's."""
+        """Draw this rank's ``local`` rows of round ``round_``: each prompt G times, groups contiguous over ranks, of
+        the same ``tasks`` as the first round's groups. No prompt is drawn twice, unless a task has too few."""
         trainer = self.trainer
         data = self.trainer.train_dataset
         step = trainer.state.global_step
@@ -177,7 +188,8 @@ class Resampler:
         return [dict(data[indices[row // self.group_size]]) for row in range(first, first + local)]
 
     def _assembled(self, rounds: list[Scored], chosen: list[int]) -> Scored:
-        """Return this rank's share of the chosen groups, with the rewards of all of them."""
+        """Return the batch of the ``chosen`` groups: this rank's share of their rows, and the rewards of all of them. A
+        collective."""
         trainer = self.trainer
         first = rounds[0]
         index = self._rows(chosen)

@@ -1,9 +1,15 @@
 """Prepare rewards for TRL: check each, compute group rewards after the gather, keep step scores, schedule weights.
 
-In the reward table a step reward's column holds the mean of a completion's step scores, for the log. A rule that reads
-steps (``advantages.process``) finds them in ``RewardTable.steps``. A schedule (``reward_schedules``) is a function of
-the optimizer step, logged as ``reward_weights/<name>``. It keeps no state: at step t a resumed run has the weight that
-an uninterrupted run has.
+TRL calls each reward on this rank's rows and gathers the values to a table of all ranks. During that call
+(``rewards_of_all``) a wrapper stands in for each reward (``as_trl_calls_it``):
+
+    reward function, reward model    the function's values are checked; a model is left to TRL
+    step reward                      its column holds the mean of a completion's step scores, for the log. A rule that
+                                     reads steps (``advantages.process``) finds them in ``RewardTable.steps``
+    group reward                     its column is NaN until the gather, after which it is called on whole groups
+
+A schedule of a weight (``reward_schedules``) is a function of the optimizer step, logged as ``reward_weights/<name>``.
+It keeps no state: at step t a resumed run has the weight that an uninterrupted run has.
 """
 
 from __future__ import annotations
@@ -39,8 +45,8 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
-    """Return what TRL should call in place of ``reward``: a model as it is, a group reward put off, others checked.
-    With ``keep_infinite`` an infinite value is passed on, to be found in the gathered table (``without_infinite``)."""
+    """Return what TRL is to call in place of ``reward``: the wrapper of its kind. With ``keep_infinite`` infinite
+    values are passed on, and found later in the table of all ranks (``without_infinite``); else they are an error."""
     if scope_of(reward) == "group":
 
         def put_off(prompts: list[Any], **_: Any) -> list[None]:
@@ -56,8 +62,8 @@ def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
 
 
 class CheckedReward:
-    """Calls one reward function and checks what it returns (TRL silently turns ``float('inf')`` into advantages). NaN
-    means ``None``, as in TRL; ``not_numbers`` counts them."""
+    """Calls one reward function and checks its values, since TRL would make advantages of an infinite one. NaN means
+    None (cannot be scored), as in TRL; ``not_numbers`` counts the NaN."""
 
     def __init__(self, reward: Any, name: str, keep_infinite: bool = False) -> None:
         self.reward = reward
@@ -69,7 +75,8 @@ class CheckedReward:
         return self.checked(self.reward(**inputs), len(inputs["completions"]))
 
     def checked(self, values: Any, expected: int) -> list[float | None]:
-        """Return a reward's values, one number or None per completion; raise ``ValueError`` for anything else."""
+        """Return ``values``, one number or None for each of ``expected`` completions; raise ``ValueError`` for anything
+        else."""
         who = f"reward function {self.__name__!r} (`reward_funcs`)"
         scores = checked_scores(values, expected, who, infinite=self.keep_infinite)
         self.not_numbers += sum(score != score for score in scores)
@@ -77,15 +84,18 @@ class CheckedReward:
 
 
 class CheckedCoroutine(CheckedReward):
-    """Calls and checks an asynchronous reward in the same way."""
+    """Calls an asynchronous reward function and checks its values in the same way."""
 
     async def __call__(self, **inputs: Any) -> list[float | None]:  # type: ignore[override]
         return self.checked(await self.reward(**inputs), len(inputs["completions"]))
 
 
 class StepCalled:
-    """Calls a step reward for TRL, which wants one number per completion, and keeps the steps. With ``keep_infinite``
-    an infinite score becomes its completion's number; among the steps it is None."""
+    """Calls a step reward, returns one number per completion as TRL wants it, and keeps the step scores in ``steps``.
+
+    The number is the mean of the step scores. With ``keep_infinite`` a completion with an infinite score gets ±infinity
+    instead, and that score is None among the steps.
+    """
 
     def __init__(self, reward: StepReward, keep_infinite: bool = False) -> None:
         self.reward = reward
@@ -103,8 +113,8 @@ class StepCalled:
         return self.kept(scored, before)
 
     def kept(self, scored: list[StepScores], before: int) -> list[float | None]:
-        """Keep the steps, and return one number per completion. ``before``: the reward's count of NaN before it was
-        called."""
+        """Keep the step scores, and return one number per completion. ``before`` is what the reward's count of NaN was
+        before its call."""
         self.not_numbers += getattr(self.reward, "not_numbers", 0) - before
         self.steps = []
         of_completions = list[float | None]()
@@ -117,7 +127,7 @@ class StepCalled:
 
 
 class StepCoroutine(StepCalled):
-    """Calls an asynchronous step reward in the same way."""
+    """Calls an asynchronous step reward and keeps its step scores in the same way."""
 
     async def __call__(self, **inputs: Any) -> list[float | None]:  # type: ignore[override]
         reward: Any = self.reward
@@ -127,13 +137,18 @@ class StepCoroutine(StepCalled):
 
 
 def _is_infinite(score: float | None) -> bool:
+    """Return whether a score is infinite in float32."""
     return score is not None and abs(score) > LARGEST
 
 
 def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: Any, kl: KLTerm | None = None) -> None:
-    """Give a reward that reads tokens the run's tokenizer. Raise ValueError if step rewards come without a rule or hook
-    that reads steps, or the reverse. Raise it, too, if a KL in the reward (``kl``) is per completion and there is no
-    outcome to take it from. A z-score of the KL alone is the same for every coefficient."""
+    """Check that step rewards fit the advantage rule, and give rewards that read tokens the ``tokenizer``.
+    ``own_hook``: whether a team's ``compute_advantages`` takes the rule's place.
+
+    Raises:
+        ValueError: there are step rewards, and neither rule nor hook reads steps; or the rule reads steps, and there
+            are none; or the KL (``kl``) is charged per completion, and there is no outcome reward to charge.
+    """
     given = [reward for reward in reward_funcs if scope_of(reward) == "step"]
     named = next((name for name, part in TOKEN_RULES.items() if type(rule) is part), name_of(rule))
     for reward in reward_funcs:
@@ -172,9 +187,10 @@ def gathered_steps(local: dict[int, list[StepScores]], group_size: int) -> dict[
 
 
 def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | None, home: str) -> Tensor:
-    """Return ``values`` ``[N, F]``, the same on every rank, with infinite ones as NaN (unscorable) and the batch marked
-    as bad. Without a guard (``faults``) raise ValueError: an infinite reward poisons its whole group. ``home`` says in
-    messages what returned them (``"reward function {}"``)."""
+    """Return the rewards ``values`` ``[N, F]``, the same on every rank, with NaN (cannot be scored) for infinite ones.
+    If there are any, mark the batch as bad in ``faults``; without a guard (None) raise ValueError, since one infinite
+    reward spoils the advantages of its group. ``home`` is the beginning of a message, with a place for the reward's
+    name: ``"reward function {}"``."""
     infinite = values.isinf()
     for column in infinite.any(dim=0).nonzero().flatten().tolist():
         rows = infinite[:, column].nonzero().flatten().tolist()
@@ -196,11 +212,11 @@ def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | No
 
 
 def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any) -> Tensor:
-    """Return TRL's ``_calculate_rewards``, ``[N, F]``, with each reward checked and group rewards added after the
-    gather.
+    """Return the rewards ``[N, F]`` of all ranks' completions, checked and with group rewards. Every rank calls this.
 
-    NaN means None from every kind of reward, as in TRL. It is counted (for a model, each in its column) and reported,
-    since it is rarely meant.
+    ``trls`` is TRL's ``_calculate_rewards``, and ``of_rows`` are its arguments: inputs, prompts, completions and
+    completion ids of this rank's rows. NaN means None (cannot be scored) from every kind of reward, as in TRL. It is
+    rarely meant, so it is logged (``rewards/nan_share``) and reported once for each reward.
     """
     recorder = trainer.recorder
     names = tuple(trainer.reward_func_names)
@@ -233,8 +249,8 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any
 
 
 def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-    """Return the table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave;
-    the same on every rank. ``values``: ``[N, F]`` completion rewards, NaN in the columns of group rewards."""
+    """Compute the columns of group rewards, which are NaN in ``values`` ``[N, F]``, from the ``rows`` of all ranks.
+    Return the table with them, and how many NaN each reward returned, long ``[F]``; the same on every rank."""
     table = values.tolist()
     size = trainer.current_group_size
     guarded = trainer.recorder.faults_in_training is not None
@@ -269,8 +285,8 @@ def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, 
 def _gathered_rows(
     trainer: StepPort, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], ids: list[list[int]]
 ) -> list[dict[str, Any]]:
-    """Gather what group rewards read of each row, over all ranks in rank order (groups are then contiguous);
-    ``completion`` is as TRL has it."""
+    """Return what group rewards read of each row, for the rows of all ranks, in rank order, in which groups are
+    contiguous. A collective. ``text`` is the completion as text, ``completion`` in TRL's form (text or messages)."""
     skip = ("prompt", "completion", "completion_ids", "image", "images")
     truncated = truncated_rows(trainer, ids)
     environments = environments_for_groups(trainer, len(prompts))
@@ -293,8 +309,8 @@ def _gathered_rows(
 
 
 def environments_for_groups(trainer: StepPort, rows: int) -> list[Any]:
-    """Return this rank's environments if a group reward reads them, else None for each row. Raise ValueError if they
-    cannot be pickled and there are several ranks: a group may be spread over them."""
+    """Return the environment of each of this rank's ``rows`` if a group reward reads environments, else None for each.
+    Raise ValueError if there are several ranks, which may share a group, and environments cannot be pickled."""
     readers = [reward for reward in trainer.reward_funcs if getattr(reward, "reads_environments", False)]
     if trainer.environments is None or not readers:
         return [None] * rows
@@ -311,14 +327,15 @@ def environments_for_groups(trainer: StepPort, rows: int) -> list[Any]:
 
 
 def truncated_rows(trainer: Numbers, completion_ids: list[list[int]]) -> list[bool]:
-    """Return whether each completion was cut by the length limit: not empty, and its last token is no end (or pad)."""
+    """Return for each completion whether the length limit cut it: it has tokens, and the last one is neither an end
+    token nor padding."""
     ends = trainer.end_token_ids
     return [len(ids) > 0 and int(ids[-1]) not in ends for ids in completion_ids]
 
 
 def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
-    """Return the values ``[N]`` of the reward that measures correctness, NaN if unscorable; None without one. In a
-    mixture a row has those of its task's reward."""
+    """Return the values ``[N]`` of the reward that measures correctness, NaN if unscorable; None if no reward does. In
+    a mixture of tasks each row has the value of its own task's reward."""
     columns = correctness_columns(reward_funcs)
     if not columns:
         return None
@@ -329,8 +346,12 @@ def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
 
 
 class WeightSchedules:
-    """Sets the trainer's ``reward_weights`` before every generation batch, and logs those in force. Raises
-    ``ValueError`` if a schedule is of no reward or of several, or if its reward has a second weight."""
+    """Sets the trainer's ``reward_weights`` from ``schedules`` before every generation batch, and logs these weights
+    and those that rewards carry themselves (``weight_at``).
+
+    Raises:
+        ValueError: a schedule's name belongs to no reward or to several, or its reward has a second weight.
+    """
 
     def __init__(self, trainer: StepPort, schedules: Mapping[str, Schedule]) -> None:
         names = list(trainer.reward_func_names)

@@ -2,7 +2,8 @@
 
 TRL has no hook between rewards and advantages. While its ``_generate_and_score_completions`` runs, ``Scoring``
 intercepts its call of ``self._calculate_rewards``. So advantages, metrics, sampler and resampling use what the
-*outermost* method returned: a team's, shaped, gated, normalised, or made without ``super()``.
+*outermost* override of that method returned, even if a team's override changes the rewards or does not call
+``super()``.
 """
 
 from __future__ import annotations
@@ -36,17 +37,21 @@ from grpo_lab.trainer.step.sampler_weights import check_reported, needs_batch, w
 
 
 class Scoring:
-    """Wraps TRL's ``_generate`` and ``_calculate_rewards``, and keeps what they returned."""
+    """Wraps TRL's ``_generate`` and ``_calculate_rewards`` for one generation batch, and keeps what they returned.
+
+    Attributes:
+        seen: the rewards of the batch, once ``reward`` was called.
+    """
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
-        #: The rewards of the generation batch.
         self.seen: Rewarded | None = None
         self._made: list[int] | None = None
         self._keys: list[int] = []
 
     def generate(self, trls: Callable[[list[Any]], Any], prompts: list[Any]) -> Any:
-        """Call TRL's ``_generate``; count the tokens that the policy made, before TRL masks truncated completions."""
+        """Call TRL's ``_generate`` (``trls``) and return what it returns. Count the tokens that the policy made, before
+        TRL masks truncated completions, and remove log-probs that are not finite (``without_faulty``)."""
         generated = trls(prompts)
         prompt_ids, ids, tool_mask = generated[:3]
         if tool_mask is None:
@@ -63,7 +68,12 @@ class Scoring:
     def reward(
         self, trls: Callable[..., Any], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> Tensor:
-        """Call the outermost ``_calculate_rewards``; keep its table and facts on the rows; return the table."""
+        """Call the outermost ``_calculate_rewards`` (``trls``) and return its values ``[N, F]``, with NaN for infinite
+        ones. Keep them in ``seen``, with lengths, truncation, row numbers and tasks of all ranks' rows. A collective.
+
+        Raises:
+            ValueError: the method returned something else than a tensor ``[N, F]``.
+        """
         trainer = self._trainer
         faults = self._trainer.recorder.faults_in_training
         trainer.step_scores = {}
@@ -105,10 +115,18 @@ class Scoring:
 def without_faulty(
     logprobs: list[list[float | None]] | None, sampled: list[list[int]] | None, faults: Faults | None
 ) -> None:
-    """Replace log-probs ``[completion][token]`` that are NaN or infinite by None, which TRL weights with 1, and mark
-    the batch as bad. ``sampled`` is TRL's ``tool_mask``, 0 for an inserted token (a tool's answer, the end of a
-    thinking budget, whose log-probs are NaN). Raise EngineFault in an evaluation (``faults`` is None), which has no
-    step to leave out."""
+    """Replace the engine's log-probs that are NaN or infinite by None, which TRL weights with 1, and mark the batch as
+    bad.
+
+    Args:
+        logprobs: ``[completion][token]``, changed in place; None if the engine returned none.
+        sampled: TRL's ``tool_mask``, 0 for a token that the policy did not sample (a tool's answer, the end of a
+            thinking budget); the log-prob of such a token is NaN and stays.
+        faults: the guard's record; None in an evaluation.
+
+    Raises:
+        EngineFault: there is such a log-prob in an evaluation, which has no step to leave out.
+    """
     for row, of_tokens in enumerate(logprobs or []):
         made = [1] * len(of_tokens) if sampled is None else sampled[row]
         numbers = [(token, value) for token, value in enumerate(of_tokens) if made[token] and value is not None]
@@ -124,7 +142,15 @@ def without_faulty(
 
 
 def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any) -> Scored:
-    """Run TRL's generation; return completions and rewards, and which of TRL's forwards were replaced or put off."""
+    """Generate and score a batch by TRL's method; return the completions with their rewards, and log the latter.
+
+    Args:
+        trls: TRL's ``_generate_and_score_completions``.
+        inputs: this rank's rows of the data set.
+
+    Raises:
+        RuntimeError: a team's method made the batch without calling ``_calculate_rewards``.
+    """
     forwards = GenerationForwards.of(trainer)
     found = Scoring(trainer)
     with (
@@ -134,7 +160,7 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
         trl_bridge.scored_through(trainer, found.generate, found.reward),
     ):
         batch = trls(inputs)
-    if trainer.rollout_func is not None:  # its mask may come now and then, or on one rank only
+    if trainer.rollout_func is not None:  # which may return a mask for some batches only, or on one rank only
         batch.setdefault("tool_mask", batch["completion_mask"])
     check_reported(trainer, batch)
     if put_off:
@@ -155,7 +181,8 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
 
 
 def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
-    """Log dead groups, lengths and correctness of all that was generated; warn once if many were truncated."""
+    """Log dead groups, lengths and correctness of all completions that were generated, also of those that are not
+    selected; warn once, in training, if more than 20% were truncated."""
     table = rewarded.table
     recorder = trainer.recorder
     correct = correctness(table, trainer.reward_funcs)
@@ -174,8 +201,9 @@ def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
 
 
 def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch for the buffer, with policy versions and, for ``token_weights_every``, length quarters and pass
-    rates. Log how the sampler correction depends on length, over the selected rows."""
+    """Write into this rank's rows what the update needs later, and return them, for TRL's buffer: sampler weights that
+    need the whole batch, policy versions, kept tokens, tasks, length quartiles, pass rates and tokens by prompt, each
+    if something reads it. Log how the sampler correction depends on length. A collective."""
     weigh_batch(trainer, batch, scored.forwards)
     scored.forwards.mark(batch)
     carried = Carried(batch)

@@ -18,7 +18,7 @@ from grpo_lab.trainer.scoring.carriers import Rewarded, local_rows
 
 
 def task_numbers(trainer: StepPort, inputs: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Return the number of each row's task, in the order of ``tasks``; -1 without ``tasks``."""
+    """Return the number of each row's task, its place in ``tasks``; -1 for each row if ``tasks`` is not set."""
     numbers = {name: number for number, name in enumerate(trainer.lab_settings.tasks)}
     if not numbers:
         return [-1 for _ in inputs]
@@ -26,8 +26,9 @@ def task_numbers(trainer: StepPort, inputs: Iterable[Mapping[str, Any]]) -> list
 
 
 def mark_tasks(trainer: StepPort, table: RewardTable, batch: dict[str, Any]) -> None:
-    """Write the tasks of this rank's rows into ``batch``, with the shares that own denominators are made of (a
-    collective)."""
+    """Write the task of each of this rank's rows into ``batch`` (``Carried.task``). If a task has denominators of its
+    own (``denominators: own``), also write the task's shares of all rows and of all loss tokens, from which the loss
+    computes them. A collective."""
     tasks = table.tasks
     if tasks is None:
         return
@@ -45,14 +46,15 @@ def mark_tasks(trainer: StepPort, table: RewardTable, batch: dict[str, Any]) -> 
 
 
 def _shares(tasks: Tensor, amounts: Tensor) -> Tensor:
-    """Return for each row, float32 ``[N]``, the share of its task in the sum of ``amounts``."""
+    """Return, float32 ``[N]``, the share that all rows of a row's task have in the sum of ``amounts`` ``[N]``."""
     of_task = torch.zeros(int(tasks.max()) + 1, dtype=amounts.dtype, device=amounts.device)
     of_task = of_task.index_add(0, tasks, amounts)
     return (of_task / of_task.sum().clamp(min=1))[tasks].float()
 
 
 def record_by_task(trainer: StepPort, rewarded: Rewarded, dead: Tensor) -> None:
-    """Log the rewards, dead groups, lengths and truncated completions of each task. ``dead``: bool ``[groups]``."""
+    """Log prompts, rewards, dead groups, lengths and truncated completions by task (``tasks/NAME/…``). ``dead``: bool
+    ``[groups]``, whether all rewards of a group are equal."""
     table = rewarded.table
     if table.tasks is None:
         return
