@@ -36,27 +36,13 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
         ValueError: the configuration and a class attribute choose different parts.
     """
     if args is None:
-        if isinstance(model, str):
-            name = model
-        else:
-            name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-        args = LabConfig(f"{str(name).rstrip('/').split('/')[-1]}-{cls.__name__.removesuffix('Trainer')}")
+        args = _default_config(cls, model)
     if not isinstance(args, GRPOConfig):
         raise TypeError(f"`args` is a {type(args).__name__}; it must be a grpo_lab.LabConfig or trl.GRPOConfig")
     config = args if isinstance(args, LabConfig) else _promoted(args)
     config.agree()  # a setting may have changed since it was made
-    parts = {name: getattr(cls, name) for name in ("surrogate", "aggregation") if getattr(cls, name) is not None}
-    objective = _merged(cls, "objective", config.objective)
+    objective = _with_declared_parts(cls, _merged(cls, "objective", config.objective))
     advantage = _merged(cls, "advantage", config.advantage)
-    if parts:
-        if isinstance(objective, str) or objective is None:
-            objective = {"name": objective}
-        else:
-            objective = dict(objective)
-        for name, part in parts.items():
-            if objective.get(name) not in (None, part):
-                raise ValueError(f"`{cls.__name__}.{name}` and `objective.{name}` are set and differ; leave one out")
-        objective |= parts
     if config.reset_optimizer is None:
         reset = cls.reset_optimizer
     else:
@@ -69,6 +55,15 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
     config.reset_optimizer = reset
     config.agree()
     return config
+
+
+def _default_config(cls: Any, model: Any) -> LabConfig:
+    """Return a default configuration, with an output folder named after the model and the trainer class."""
+    if isinstance(model, str):
+        name = model
+    else:
+        name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    return LabConfig(f"{str(name).rstrip('/').split('/')[-1]}-{cls.__name__.removesuffix('Trainer')}")
 
 
 def _promoted(args: GRPOConfig) -> LabConfig:
@@ -84,9 +79,9 @@ def _merged(cls: Any, name: str, configured: Any) -> Any:
     """Return the setting ``name`` (``objective`` or ``advantage``): the value ``configured`` and the class attribute of
     ``cls``, of which either may be None. Knobs of a configured mapping are kept. Raise ValueError if the two differ."""
     declared = getattr(cls, name)
-    if declared is None or configured is None:
-        if declared is None:
-            return configured
+    if declared is None:
+        return configured
+    if configured is None:
         return declared
     if isinstance(configured, dict):
         named = configured.get("name", declared)
@@ -100,6 +95,20 @@ def _merged(cls: Any, name: str, configured: Any) -> Any:
     if isinstance(configured, dict):
         return {**configured, "name": declared}
     return configured
+
+
+def _with_declared_parts(cls: Any, objective: Any) -> Any:
+    """Return the setting ``objective`` with the class attributes ``surrogate`` and ``aggregation`` of ``cls`` in it, if
+    these are set. Raise ValueError if the setting names another part."""
+    parts = {name: getattr(cls, name) for name in ("surrogate", "aggregation") if getattr(cls, name) is not None}
+    if not parts:
+        return objective
+    if isinstance(objective, str) or objective is None:
+        objective = {"name": objective}
+    for name, part in parts.items():
+        if objective.get(name) not in (None, part):
+            raise ValueError(f"`{cls.__name__}.{name}` and `objective.{name}` are set and differ; leave one out")
+    return {**objective, **parts}
 
 
 def as_list(given: Any) -> list[Any]:
@@ -188,11 +197,12 @@ def resolve_arguments(
         TypeError: ``args`` is no configuration.
     """
     args = with_class_parts(cls, model, args)
-    completes = any("declared_rewards" in vars(kind) for kind in cls.__mro__ if kind is not base)
-    if environment_factory is not None and (completes or args.lab_settings.rollout.turns is not None):
+    declares_rewards = any("declared_rewards" in vars(kind) for kind in cls.__mro__ if kind is not base)
+    if environment_factory is not None and (declares_rewards or args.lab_settings.rollout.turns is not None):
         kinds, environment_factory = environment_kinds(environment_factory)
         if args.lab_settings.rollout.turns is not None:
             reward_funcs, args = with_scores_of_turns(kinds, reward_funcs, args)
+        # placeholders: `declared_rewards` sees the environments' own rewards, which TRL adds later
         owned = [EnvironmentReward(kind.__name__) for kind in kinds if callable(getattr(kind, "get_reward", None))]
         reward_funcs = [*as_list(reward_funcs), *owned]
     reward_funcs, args = with_declared_rewards(cls, reward_funcs, args)
@@ -202,12 +212,7 @@ def resolve_arguments(
     check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
     settings = args.lab_settings
     if settings.tasks:
-        check_rows(settings.tasks, train_dataset, "train_dataset")
-        check_enough(settings.tasks, train_dataset, args.generation_batch_size // args.num_generations)
-        for name, rows in eval_dataset.items() if isinstance(eval_dataset, dict) else [("", eval_dataset)]:
-            if rows is not None:
-                check_rows(settings.tasks, rows, f"eval_dataset.{name}" if name else "eval_dataset")
-        check_rewards(settings.tasks, reward_funcs)
+        _check_tasks(args, reward_funcs, train_dataset, eval_dataset)
     if settings.update.dead_groups == "resample" and not isinstance(train_dataset, Dataset):
         raise ValueError(
             f"`update.dead_groups: resample` draws further prompts by index, but `train_dataset` is a "
@@ -221,6 +226,21 @@ def resolve_arguments(
     warm_up(reward_funcs, train_dataset)
     rows = with_row_numbers(settings.sampler, train_dataset, reward_funcs)
     return ResolvedArguments(reward_funcs, args, rows, environment_factory, algorithm, settings)
+
+
+def _check_tasks(args: LabConfig, reward_funcs: list[Any], train_dataset: Any, eval_dataset: Any) -> None:
+    """Raise ValueError if the data sets or the rewards do not fit the setting ``tasks``."""
+    tasks = args.lab_settings.tasks
+    check_rows(tasks, train_dataset, "train_dataset")
+    check_enough(tasks, train_dataset, args.generation_batch_size // args.num_generations)
+    if isinstance(eval_dataset, dict):
+        evaluated = {f"eval_dataset.{name}": rows for name, rows in eval_dataset.items()}
+    else:
+        evaluated = {"eval_dataset": eval_dataset}
+    for name, rows in evaluated.items():
+        if rows is not None:
+            check_rows(tasks, rows, name)
+    check_rewards(tasks, reward_funcs)
 
 
 def warm_up(reward_funcs: Any, rows: Any) -> None:

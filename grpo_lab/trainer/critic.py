@@ -102,10 +102,11 @@ def with_critic(trainer: GRPOTrainer, value: ValueSettings | None) -> Critic | N
     floats = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
     critic = _made(model, value.model, next(floats, torch.float32))
     if critic.trunk is not None and value.model != "copy":
-        theirs, ours = (_text(one).vocab_size for one in (critic.trunk, trl_bridge.inside(model)))
-        if theirs < ours:
+        known = _text_config(critic.trunk).vocab_size
+        needed = _text_config(trl_bridge.inside(model)).vocab_size
+        if known < needed:
             raise ValueError(
-                f"`value.model` is {value.model!r} with {theirs} token ids, and the policy has {ours}: the critic "
+                f"`value.model` is {value.model!r} with {known} token ids, and the policy has {needed}: the critic "
                 "reads the policy's token ids, so both need one tokenizer"
             )
         if trainer.args.disable_dropout:
@@ -122,7 +123,7 @@ def _made(policy: Any, name: str, dtype: torch.dtype) -> Critic:
     """Build or load the critic ``name``: ``head``, ``copy``, a folder that ``save_critic`` wrote, or a model's folder
     or hub name, whose trunk is then the critic's. Raise ValueError if it is none of these or does not fit ``policy``.
     """
-    hidden = _text(trl_bridge.inside(policy)).hidden_size
+    hidden = _text_config(trl_bridge.inside(policy)).hidden_size
     if name == "head":
         return Critic(hidden, dtype=dtype)
     if name == "copy":
@@ -142,10 +143,10 @@ def _made(policy: Any, name: str, dtype: torch.dtype) -> Critic:
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"`value.model` is the folder {name!r}, an adapter; merge it into its base model first")
     trunk = AutoModel.from_pretrained(name, dtype=dtype)
-    return Critic(_text(trunk).hidden_size, trunk, dtype)
+    return Critic(_text_config(trunk).hidden_size, trunk, dtype)
 
 
-def _text(model: Any) -> Any:
+def _text_config(model: Any) -> Any:
     """Return the configuration of a model's text part."""
     return model.config.get_text_config()
 
@@ -154,11 +155,12 @@ def _copied_trunk(model: Any) -> nn.Module:
     """Return a copy of the policy's trunk with adapters merged into it. Raise ValueError if its weights are quantized,
     or spread over ranks by DeepSpeed ZeRO-3."""
     policy = trl_bridge.inside(model)
-    if getattr(policy, "is_quantized", False) or any(hasattr(p, "ds_id") for p in policy.parameters()):
-        if getattr(policy, "is_quantized", False):
-            why = "are quantized"
-        else:
-            why = "lie on several ranks (DeepSpeed ZeRO-3)"
+    why = None
+    if getattr(policy, "is_quantized", False):
+        why = "are quantized"
+    elif any(hasattr(parameter, "ds_id") for parameter in policy.parameters()):
+        why = "lie on several ranks (DeepSpeed ZeRO-3)"
+    if why is not None:
         raise ValueError(
             f"`value.model` is 'copy', and the policy's weights {why}, so that they cannot be copied: name a folder "
             "or hub name, or 'head'"
@@ -176,12 +178,12 @@ def with_critics_groups(optimizer: Any, critic: nn.Module | None, learning_rate:
     Raises:
         ValueError: the optimizer's groups do not hold all of the critic's parameters.
     """
-    ours = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper, when a second training begins
-    if critic is None or getattr(ours, "grpo_lab_split", False):
+    bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it before a second training begins
+    if critic is None or getattr(bare, "grpo_lab_split", False):
         return optimizer
     own = {id(parameter) for parameter in critic.parameters()}
     moved = 0
-    for group in list(ours.param_groups):
+    for group in list(bare.param_groups):
         critics = [p for p in group["params"] if id(p) in own]
         if critics:
             moved += len(critics)
@@ -191,14 +193,14 @@ def with_critics_groups(optimizer: Any, critic: nn.Module | None, learning_rate:
                 rate = group["lr"]
             else:
                 rate = learning_rate
-            ours.add_param_group({**settings, "params": critics, "lr": rate})
-    ours.param_groups[:] = [group for group in ours.param_groups if group["params"]]
+            bare.add_param_group({**settings, "params": critics, "lr": rate})
+    bare.param_groups[:] = [group for group in bare.param_groups if group["params"]]
     if moved != len(own):
         raise ValueError(
-            f"`optim`: {type(ours).__name__} holds {moved} of the critic's {len(own)} parameters; choose one that "
+            f"`optim`: {type(bare).__name__} holds {moved} of the critic's {len(own)} parameters; choose one that "
             "takes parameter groups (e.g. adamw_torch)"
         )
-    ours.grpo_lab_split = True
+    bare.grpo_lab_split = True
     return optimizer
 
 
@@ -231,8 +233,11 @@ def is_critic_folder(folder: str | Path) -> bool:
 def save_critic(folder: Path, critic: Critic, state: Mapping[str, Any]) -> None:
     """Write the critic's files to ``folder``. Its tensors are taken from ``state``, the whole state dict of the
     policy's module, in which the critic is. Raise ValueError if some of them are missing there."""
-    found = {n.split(f"{trl_bridge.CRITIC}.", 1)[1]: one for n, one in state.items() if trl_bridge.is_critics(n)}
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in found.items()}
+    tensors = {
+        name.split(f"{trl_bridge.CRITIC}.", 1)[1]: value.detach().cpu().contiguous().clone()
+        for name, value in state.items()
+        if trl_bridge.is_critics(name)
+    }
     if missing := sorted(set(critic.state_dict()) - set(tensors)):
         raise ValueError(f"the critic cannot be saved: the model's state lacks {missing[:3]} of it")
     folder.mkdir(parents=True, exist_ok=True)

@@ -25,13 +25,12 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
 from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
-from grpo_lab.objectives import Correction
+
 from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import resolve_arguments
@@ -43,10 +42,10 @@ from grpo_lab.trainer.generation.trl_engine import engine_class
 from grpo_lab.trainer.generation.turns import tool_turns
 from grpo_lab.trainer.metrics.book import MetricBook, TrlBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
-from grpo_lab.trainer.ports import Phase, Recorder
+from grpo_lab.trainer.ports import Recorder
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.checkpoint import picklable, save_final, save_whole
-from grpo_lab.trainer.resume.going_on import ResumableTrainer
+
 from grpo_lab.trainer.resume.state import load_state
 from grpo_lab.trainer.resume.stop import StopOnRequest
 from grpo_lab.trainer.row_table import Carried
@@ -62,16 +61,16 @@ from grpo_lab.trainer.scoring.carriers import Scored
 from grpo_lab.trainer.scoring.kl_penalty import penalise
 from grpo_lab.trainer.scoring.reward_table import correctness, rewards_of_all
 from grpo_lab.trainer.scoring.scored import record, score
-from grpo_lab.trainer.settings.correction import correction_in_force
+
 from grpo_lab.trainer.settings.inputs import check_conversations, turns_of
 from grpo_lab.trainer.settings.silenced import seen
-from grpo_lab.trainer.step.exact_update import ExactUpdate
+
 from grpo_lab.trainer.step.log_probs import rows_in_place
 from grpo_lab.trainer.step.micro_batch import micro_batch_loss
-from grpo_lab.trainer.step_components import StepComponents, prove
+from grpo_lab.trainer.step_components import ComponentTrainer, StepComponents, prove
 
 
-class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
+class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
     """Trainer for group-relative policy optimisation with our objectives; the constructor is ``trl.GRPOTrainer``'s.
 
     There are three ways to change the algorithm, the last two in a subclass:
@@ -110,29 +109,28 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        data_sets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        check_conversations(turns_of(tools, environment_factory), data_sets)
         given = (train_dataset, eval_dataset, environment_factory, rollout_func)
-        named = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        check_conversations(turns_of(tools, environment_factory), named)
-        found = resolve_arguments(type(self), LabTrainer, model, reward_funcs, args, *given)
-        self.lab_settings = found.settings
-        self.algorithm = found.algorithm
-        means = TrlBook if self.lab_settings.objective is None else MetricBook
+        resolved = resolve_arguments(type(self), LabTrainer, model, reward_funcs, args, *given)
+        self.lab_settings = resolved.settings
+        self.algorithm = resolved.algorithm
         self.recorder = Recorder(
-            means,
+            TrlBook if self.lab_settings.objective is None else MetricBook,
             self._mode,
             speaks=lambda: bool(self.accelerator.is_main_process),
             trls=lambda: (self._metrics, self._logs),
         )
         self.step_scores: dict[int, list[StepScores]] = {}
-        in_words = trl_bridge.fp32_head_in_words(found.args.cast_lm_head_to_fp32)
-        engine = engine_class(found.settings.rollout, found.args)
-        offers = trl_bridge.offers_hidden(found.settings.rollout.turns is not None)
-        with in_words, offers, trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine):
+        fp32_head = trl_bridge.fp32_head_in_words(resolved.args.cast_lm_head_to_fp32)
+        offers = trl_bridge.offers_hidden(resolved.settings.rollout.turns is not None)
+        engine = engine_class(resolved.settings.rollout, resolved.args)
+        with fp32_head, offers, trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine):
             super().__init__(
                 model=model,
-                reward_funcs=found.reward_funcs,
-                args=found.args,
-                train_dataset=found.train_dataset,
+                reward_funcs=resolved.reward_funcs,
+                args=resolved.args,
+                train_dataset=resolved.train_dataset,
                 eval_dataset=eval_dataset,
                 processing_class=processing_class,
                 reward_processing_classes=reward_processing_classes,
@@ -142,9 +140,9 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
                 peft_config=peft_config,
                 tools=tools,
                 rollout_func=rollout_func,
-                environment_factory=found.environment_factory,
+                environment_factory=resolved.environment_factory,
             )
-        self.parts = StepComponents(self, found)
+        self.parts = StepComponents(self, resolved)
         prove(self)
 
     @classmethod
@@ -197,15 +195,15 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
 
     @seen
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        ours = self.parts.prompts.built(self.train_dataset if dataset is None else dataset)
-        if ours is None:
+        sampler = self.parts.prompts.built(self.train_dataset if dataset is None else dataset)
+        if sampler is None:
             return super()._get_train_sampler(dataset)
-        return ours
+        return sampler
 
     @seen
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        coming = self.parts.ahead.read(epoch_iterator, num_batches, self._step)
-        return super().get_batch_samples(coming, num_batches, device)
+        micro_batches = self.parts.ahead.read(epoch_iterator, num_batches, self._step)
+        return super().get_batch_samples(micro_batches, num_batches, device)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         ids, images, fields = super()._tokenize_prompts(prompts)
@@ -219,9 +217,9 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
 
     @seen
     def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
-        begun = self.parts.partial.take(prompt_ids)
-        if begun is not None:
-            return begun
+        generated_before = self.parts.partial.take(prompt_ids)
+        if generated_before is not None:
+            return generated_before
         training = self.model.training
         with by_groups(self), self.parts.overlap.handing_over(), self.parts.trajectories.whole_ones():
             generated = super()._generate_single_turn(prompt_ids, *rest, **options)
@@ -238,8 +236,8 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         return self.parts.trajectories.finish(stock, *rows)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        trls = super()._calculate_rewards
-        return rewards_of_all(self, trls, inputs, prompts, completions, completion_ids_list)
+        stock = super()._calculate_rewards
+        return rewards_of_all(self, stock, inputs, prompts, completions, completion_ids_list)
 
     @seen
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -250,10 +248,11 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
                 scored = self.parts.resampler.select(scored, self._generate_and_score)
                 self.parts.prompts.record(self.recorder.book())
             penalised = penalise(self, scored, self.parts.kl)
-            estimated = add_token_energies(self, add_value_estimates(self, penalised))
-            of_rows = row_advantages(self, estimated)
-            advantages, returns = to_advantages_and_returns(self, estimated, of_rows)
-            batch = write_advantages(self, estimated, advantages, returns)
+            penalised = add_value_estimates(self, penalised)
+            penalised = add_token_energies(self, penalised)
+            of_rows = row_advantages(self, penalised)
+            advantages, returns = to_advantages_and_returns(self, penalised, of_rows)
+            batch = write_advantages(self, penalised, advantages, returns)
             record_returns(self)
             return record(self, scored, batch)
 
@@ -277,10 +276,10 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        trls = functools.partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
+        stock = functools.partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
         if return_outputs or not self.model.training:
-            return trls()  # type: ignore[no-any-return]
-        return self.parts.guard.watch_loss(self.parts.update.loss(model, inputs, trls), inputs)
+            return stock()  # type: ignore[no-any-return]
+        return self.parts.guard.watch_loss(self.parts.update.loss(model, inputs, stock), inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Compute the loss of one micro-batch as TRL cut it: with ``update: off``, in evaluation, or where bins are not
@@ -330,12 +329,11 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         saved = None
+        without_moments = set[str]()
         if checkpoint is not None:
             saved = load_state(checkpoint)
-        named = set[str]()
-        if saved is not None:
-            named = saved.without_moments
-        as_it_was = trl_bridge.optimizer_loaded_as_it_was(self.accelerator, self.model, self.optimizer, named)
+            without_moments = saved.without_moments
+        as_it_was = trl_bridge.optimizer_loaded_as_it_was(self.accelerator, self.model, self.optimizer, without_moments)
         with trl_bridge.plain_cpu(self.args), as_it_was:
             super()._load_optimizer_and_scheduler(checkpoint)
         take_up(self, self.parts.critic, checkpoint)
@@ -370,31 +368,3 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         """Number of tokens that the policy has generated in training, over all ranks and resumes."""
         return self.parts.generated.count
 
-    # what other modules of this package read beside TRL's attributes: ``ports.StepPort``
-
-    @property
-    def replaces_trls_advantages(self) -> bool:
-        """Return whether advantages come from a rule of ours or a team's hook, and not from TRL."""
-        return self.algorithm.advantage is not None or trl_bridge.teams(self, "compute_advantages") is not None
-
-    @property
-    def phase(self) -> Phase:
-        return Phase.of(self)
-
-    def sampled_by(self, rows: int) -> Tensor:
-        """Return the policy version that generated each of this rank's ``rows`` of the current batch, long ``[rows]``.
-        A version is the number of optimizer steps taken. A completion of several policies (``rollout.cut_after``) has
-        the oldest's."""
-        of_rows = self.parts.partial.versions()
-        if of_rows is None:
-            return torch.full((rows,), self.parts.overlap.version)
-        return torch.tensor(of_rows)
-
-    @property
-    def correction(self) -> Correction | None:
-        """The correction that weighs completions of another sampler; None without one."""
-        return correction_in_force(self)
-
-    @property
-    def exact_update(self) -> ExactUpdate:
-        return self.parts.update

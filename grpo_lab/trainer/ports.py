@@ -218,16 +218,16 @@ class Recorder:
         """Discard all metrics recorded inside the block, such as those that a team's ``token_loss`` records on a toy
         batch."""
         books = self.books
-        trls = self._trls()[0]
-        then = {mode: {name: list(values) for name, values in metrics.items()} for mode, metrics in trls.items()}
+        of_trl = self._trls()[0]
+        before = {mode: {name: list(values) for name, values in metrics.items()} for mode, metrics in of_trl.items()}
         self.books = {mode: type(book)() for mode, book in books.items()}
         try:
             yield
         finally:
             self.books = books
-            for mode, metrics in trls.items():
+            for mode, metrics in of_trl.items():
                 metrics.clear()
-                metrics.update(then[mode])
+                metrics.update(before[mode])
 
     @property
     def faults_in_training(self) -> Faults | None:
@@ -238,7 +238,7 @@ class Recorder:
 
     def book(self, mode: str | None = None) -> MetricBook:
         """Return the metric book of ``mode``; by default of the run's current mode."""
-        return self.books[self.mode() if mode is None else mode]
+        return self.books[mode or self.mode()]
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
         """Log ``message`` on the main process, unless its ``key`` (by default the message) was logged before."""

@@ -265,9 +265,8 @@ class RowTable:
         fields = {}
         for name, value in self.fields.items():
             if value.dim() > 1:
-                of_prompt = is_of_prompt(name)
                 fill = FILL.get(name, 0)
-                value = accelerator.pad_across_processes(value, dim=1, pad_index=fill, pad_first=of_prompt)
+                value = accelerator.pad_across_processes(value, dim=1, pad_index=fill, pad_first=is_of_prompt(name))
             fields[name] = accelerator.gather(value.contiguous())
         widths = {name: value.size(1) for name, value in fields.items() if value.dim() > 1}
         return RowTable(fields, accelerator.gather(self.offset), per_token_fields(widths))
@@ -325,7 +324,8 @@ class RowTable:
         if index is None:
             index = on_device([rows], self.offset.device)[0]
         prompt, completion = (lengths[index] for lengths in self.lengths)
-        padding = start = self.fields["prompt_ids"].size(1) - prompt
+        padding = self.fields["prompt_ids"].size(1) - prompt
+        start = padding  # column of the row's first token, in prompt and completion side by side
         length = 2
         width = 1
         holed = False
@@ -334,16 +334,16 @@ class RowTable:
             length = int((host.prompts[rows] + host.completions[rows]).max())
             width = max(int(host.completions[rows].max()), 1)
             holed = bool(host.holes[rows].any())
-        else:
-            start = start + prompt - 1
+        else:  # the last token of a prompt, and the first of its completion
+            start = padding + prompt - 1
             prompt = torch.ones_like(prompt)
             completion = torch.ones_like(completion)
-        steps = torch.arange(length, device=index.device)
-        real = steps < (prompt + completion).unsqueeze(1)
+        places = torch.arange(length, device=index.device)
+        real = places < (prompt + completion).unsqueeze(1)
 
         def contiguous(of: str) -> Tensor:
             both = torch.cat([self.fields[f"prompt_{of}"][index], self.fields[f"completion_{of}"][index]], dim=1)
-            return both.gather(1, (start.unsqueeze(1) + steps).clamp(max=both.size(1) - 1))
+            return both.gather(1, (start.unsqueeze(1) + places).clamp(max=both.size(1) - 1))
 
         input_ids = contiguous("ids")
         attended = contiguous("mask").bool() & real
@@ -351,14 +351,14 @@ class RowTable:
         fields = {name: value[:, :width] if name in self.per_token else value for name, value in fields.items()}
         del fields["prompt_ids"], fields["prompt_mask"]
         loss_mask = self.loss_mask[index, :width] & bool(rows)
-        behind = steps - prompt.unsqueeze(1)
-        own = loss_mask.gather(1, behind.clamp(0, width - 1)) & (behind >= 0) & real
-        positions = (self.offset[index] + start - padding).unsqueeze(1) + steps
+        in_completion = places - prompt.unsqueeze(1)
+        scored = loss_mask.gather(1, in_completion.clamp(0, width - 1)) & (in_completion >= 0) & real
+        positions = (self.offset[index] + start - padding).unsqueeze(1) + places
         if limit is not None:
             positions = torch.where(real, positions, positions.clamp(max=limit - 1))
         return Bin(
             input_ids=input_ids,
-            labels=input_ids.masked_fill(~own, -100),
+            labels=input_ids.masked_fill(~scored, -100),
             position_ids=positions,
             attention_mask=attended.long() if holed else None,
             take=(prompt.unsqueeze(1) - 1 + torch.arange(width, device=index.device)).clamp(max=length - 2),

@@ -3,13 +3,16 @@ calls them as ``self.parts``. Most are callbacks, too; ``stateful`` lists those 
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from trl import GRPOTrainer
 
+from grpo_lab.objectives import Correction
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import ResolvedArguments
 from grpo_lab.trainer.critic import CriticAlone, with_critic
@@ -25,9 +28,10 @@ from grpo_lab.trainer.generation.trajectories import Trajectories
 from grpo_lab.trainer.generation.trl_engine import SyncProof, hook_in
 from grpo_lab.trainer.metrics.profile import Profile
 from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
-from grpo_lab.trainer.ports import Collectives, Numbers
+from grpo_lab.trainer.ports import Collectives, Numbers, Phase
 from grpo_lab.trainer.resume.checkpoint import Together
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
+from grpo_lab.trainer.resume.going_on import ResumableTrainer
 from grpo_lab.trainer.resume.state import GeneratedTokens, SavedState, Stateful, write_state
 from grpo_lab.trainer.resume.stop import DueEvaluation, StopOnRequest
 from grpo_lab.trainer.scoring.kl_penalty import KLController
@@ -35,7 +39,8 @@ from grpo_lab.trainer.scoring.preference_training import PreferenceInTraining
 from grpo_lab.trainer.scoring.resample import Resampler
 from grpo_lab.trainer.scoring.reward_table import WeightSchedules, check_steps
 from grpo_lab.trainer.settings import knobs
-from grpo_lab.trainer.settings.correction import take_over_correction
+from grpo_lab.trainer.settings.algorithm import Algorithm
+from grpo_lab.trainer.settings.correction import correction_in_force, take_over_correction
 from grpo_lab.trainer.settings.inputs import check_critic, check_requires, shared_names, uneven_evaluation
 from grpo_lab.trainer.settings.silenced import SilencedSettings
 from grpo_lab.trainer.step.exact_update import ExactUpdate
@@ -120,7 +125,7 @@ class StepComponents:
             "preference": self.preference,
             "without_moments": WithoutMoments(trainer),
         }
-        self._call_back(trainer)
+        self._add_callbacks(trainer)
         if trainer.use_vllm:
             hook_in(trainer.vllm_generation, self._engine_hooks(trainer))
             check_training_prompts(trainer, trl_bridge.teams(trainer, "_tokenize_prompts") is not None)
@@ -140,7 +145,7 @@ class StepComponents:
             on_fault = self.guard.engine_fault
         return EngineHooks(self.stop.wait, record, on_fault, prove)
 
-    def _call_back(self, trainer: GRPOTrainer) -> None:
+    def _add_callbacks(self, trainer: GRPOTrainer) -> None:
         """Add the components' callbacks to the trainer: some before all others, in the order in which they must act."""
         trainer.add_callback(self.stop)
         trainer.add_callback(SilencedSettings(trainer))
@@ -153,14 +158,17 @@ class StepComponents:
             success = getattr(trainer.algorithm.advantage, "success", None)
             trainer.add_callback(HealthLine(own_loss=has_own_loss(trainer), success=success))
             one_line_for(trainer)
-        trainer.callback_handler.callbacks[:0] = [
-            self.due_evaluation,  # it belongs to the step before
-            self.generation_buffer,  # before others, which may write a checkpoint of it
-            *([self.update.budget] if self.update.budget.is_auto else []),
-            *([] if self.partial.cut is None else [self.partial]),
-            *(self.guard, self.reference, self.kl, self.preference),
-            *([] if self.optimizer_reset is None else [self.optimizer_reset]),  # first: others see it done
-        ]
+        # before all others: the due evaluation belongs to the step before, others may write a checkpoint with the
+        # generation buffer in it, and they see an optimizer that was reset
+        first: list[Any] = [self.due_evaluation, self.generation_buffer]
+        if self.update.budget.is_auto:
+            first.append(self.update.budget)
+        if self.partial.cut is not None:
+            first.append(self.partial)
+        first += [self.guard, self.reference, self.kl, self.preference]
+        if self.optimizer_reset is not None:
+            first.append(self.optimizer_reset)
+        trainer.callback_handler.callbacks[:0] = first
         if trainer.algorithm.value is not None and trainer.algorithm.value.warmup_steps > 0:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 
@@ -178,17 +186,63 @@ class StepComponents:
         """Write the state of the components into a checkpoint's folder, beside TRL's files; called on every rank.
         ``together`` calls a function and turns its error on one rank into an error on all ranks."""
         entries = dict[str, Any]()
-        for name, part in self.stateful.items():
+
+        def save_one(name: str) -> None:
+            entry = self.stateful[name].save(folder)
+            if entry is not None:
+                entries[name] = entry
+
+        def write_entries() -> None:
+            if self._args.should_save:
+                write_state(folder, entries)
+
+        for name in self.stateful:
             if name not in BESIDE_WEIGHTS or not self._args.save_only_model:
-                together(lambda name=name, part=part: entries.update({name: part.save(folder)}))  # type: ignore[misc]
-        known = {name: entry for name, entry in entries.items() if entry is not None}
-        together(lambda: write_state(folder, known) if self._args.should_save else None)
+                together(functools.partial(save_one, name))
+        together(write_entries)
 
     def load(self, saved: SavedState | None) -> None:
         """Restore what ``save`` wrote; called on every rank before a training begins, with None if it does not resume.
         """
         for part in self.stateful.values():
             part.load(saved)
+
+
+class ComponentTrainer(ResumableTrainer):
+    """``ResumableTrainer`` with the attributes that other modules of this package read beside TRL's
+    (``ports.StepPort``). ``LabTrainer`` derives from it, and sets ``algorithm`` and ``parts``."""
+
+    algorithm: Algorithm
+    parts: StepComponents
+
+    @property
+    def replaces_trls_advantages(self) -> bool:
+        """Whether advantages come from a rule of ours or a team's hook, and not from TRL."""
+        return self.algorithm.advantage is not None or trl_bridge.teams(self, "compute_advantages") is not None
+
+    @property
+    def phase(self) -> Phase:
+        """The position of the run in its current generation batch."""
+        return Phase.of(self)
+
+    def sampled_by(self, rows: int) -> Tensor:
+        """Return the policy version that generated each of this rank's ``rows`` of the current batch, long ``[rows]``.
+        A version is the number of optimizer steps taken. A completion that several policies wrote
+        (``rollout.cut_after``) has the version of the first."""
+        of_rows = self.parts.partial.versions()
+        if of_rows is None:
+            return torch.full((rows,), self.parts.overlap.version)
+        return torch.tensor(of_rows)
+
+    @property
+    def correction(self) -> Correction | None:
+        """The correction that weighs completions of another sampler; None without one."""
+        return correction_in_force(self)
+
+    @property
+    def exact_update(self) -> ExactUpdate:
+        """The component that computes the update."""
+        return self.parts.update
 
 
 class WithoutMoments:

@@ -144,10 +144,10 @@ class PolicyGenerator:
             if self.logprobs:
                 model = trainer.accelerator.unwrap_model(trainer.model)
                 with torch.no_grad():  # one row per forward, as after the training
-                    scored = [
-                        forward_logprobs(model, [ids], [one.ids])[0] for ids, one in zip(prompts, made, strict=True)
+                    made = [
+                        replace(one, logprobs=forward_logprobs(model, [ids], [one.ids])[0])
+                        for ids, one in zip(prompts, made, strict=True)
                     ]
-                made = [replace(one, logprobs=own) for one, own in zip(made, scored, strict=True)]
         return [[completion] for completion in made]
 
 
@@ -174,10 +174,12 @@ def generate_in_step(
         ids, logprobs = trainer._generate_single_turn(rows, None, {}, num_generations=group)
     ends = trainer.eos_token_ids
     version = int(trainer.state.global_step)
-    scored = [None] * len(ids) if logprobs is None else logprobs
-    made = [
-        Completion(row, row[-1:] != [] and row[-1] in ends, own, version) for row, own in zip(ids, scored, strict=True)
-    ]
+    if logprobs is None:
+        logprobs = [None] * len(ids)
+    made = []
+    for row, row_logprobs in zip(ids, logprobs, strict=True):
+        ended = bool(row) and row[-1] in ends
+        made.append(Completion(row, ended, row_logprobs, version))
     return made[: len(prompt_ids)]
 
 

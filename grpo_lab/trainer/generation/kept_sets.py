@@ -31,7 +31,9 @@ class KeptSets:
     """
 
     def __init__(self, top_k: int) -> None:
-        self.logprobs = top_k and top_k + max(top_k, TIES)
+        self.logprobs = 0
+        if top_k:
+            self.logprobs = top_k + max(top_k, TIES)
         self._rows: list[list[list[int]]] = []
         self._tokens: list[list[int]] = []
 
@@ -46,6 +48,7 @@ class KeptSets:
         self._tokens = [list(ids) for ids in completion_ids]
         own = []
         for ids, values, names in zip(completion_ids, logprobs, token_ids, strict=True):
+            # token id → log-prob, at each place of the completion
             places = [
                 dict(zip(at_place, of_place, strict=True)) for at_place, of_place in zip(names, values, strict=True)
             ]

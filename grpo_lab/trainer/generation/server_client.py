@@ -285,7 +285,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         another model, or cannot take this run's weights without a new connection."""
         if not (self.has_worker and self.courier.pushes) or self.courier.is_current():
             return
-        self.model, self.info = self._get(f"{self.base_url}/v1/models")["data"][0]["id"], self.get_server_info()
+        self.model = self._get(f"{self.base_url}/v1/models")["data"][0]["id"]
+        self.info = self.get_server_info()
         again = f"the vLLM server at {self.base_url} was started again since the last sync"
         try:
             self.meet()

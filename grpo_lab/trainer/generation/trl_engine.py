@@ -227,7 +227,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         self._last = -1
         self._done = 0
         self._doubts = 0
-        self._again: list[int] = []  # a prompt of every probe
+        self._cached_prompt: list[int] = []  # in every probe, with an adapter: it would show pages kept over a sync
         self.doubted = False
         if trainer.use_vllm:
             trainer.add_callback(self)
@@ -275,8 +275,8 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         probe = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in prompt_ids)][:PROBE_PROMPTS]
         if trainer.vllm_generation.adapters is not None:
             engine = trainer.vllm_generation
-            self._again = self._again or cached_prompt(probe[0], engine.page, engine.context)
-            probe.append(self._again)
+            self._cached_prompt = self._cached_prompt or cached_prompt(probe[0], engine.page, engine.context)
+            probe.append(self._cached_prompt)
         gap: SyncGap | None = None
         try:
             gap = self._gap(probe)
@@ -336,9 +336,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         trainer = self.trainer
-        if (
-            self.settings.earlier_policy
-        ):  # the sampler is an earlier policy: the difference is how far this one has come
+        if self.settings.earlier_policy:  # completions are an earlier policy's: the difference shows how far it is
             return
         gap = from_main(trainer.accelerator, (logs or {}).get(LOGP_DIFFERENCE))  # a proof takes every rank
         limit = GAP_FACTOR * self.tolerance()

@@ -257,8 +257,10 @@ class RoundTurns:
 def turns_of_trl(ids: Sequence[Sequence[int]], logprobs: Any, version: int) -> list[TurnTokens]:
     """Return the turns that TRL's own call has made: their tokens ``ids`` and ``logprobs`` of each token (None: the
     engine returned none)."""
-    scored = logprobs or [None] * len(ids)
-    return [TurnTokens(list(own), told and list(told), version) for own, told in zip(ids, scored, strict=True)]
+    turns = []
+    for row, scored in zip(ids, logprobs or [None] * len(ids), strict=True):
+        turns.append(TurnTokens(list(row), scored and list(scored), version))
+    return turns
 
 
 class KeepsSampling:

@@ -280,8 +280,10 @@ class TrlBook(MetricBook):
     def _places(self, name: str, rows: Tensor, origin: Origin | None) -> tuple[Tensor, int]:
         if origin is None:
             return super()._places(name, rows, origin)
-        whole = name in SAMPLING_METRICS
-        return origin.micro_batch // origin.every if whole else origin.micro_batch, origin.count
+        places = origin.micro_batch
+        if name in SAMPLING_METRICS:  # a pair for each generation batch
+            places = places // origin.every
+        return places, origin.count
 
 
 def _pair(total: Tensor, count: Tensor | float) -> Tensor:

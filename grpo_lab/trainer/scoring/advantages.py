@@ -103,28 +103,28 @@ def add_value_estimates(trainer: UpdatePort, made: Penalised) -> Penalised:
     scorable = ~outcome.isnan()
     at_the_end = outcome.nan_to_num(nan=0.0)
     if made.charged is None:
-        charged = torch.zeros(mask.shape, device=mask.device).double()
+        kl_of_tokens = torch.zeros(mask.shape, device=mask.device).double()
     else:
-        charged = made.charged
-    charged = charged * scorable.unsqueeze(1)
+        kl_of_tokens = made.charged
+    kl_of_tokens = kl_of_tokens * scorable.unsqueeze(1)
     # −β·KL of a whole completion, which ``table.total`` holds (``kl.per: sequence``)
     penalties = (table.values * table.weights.to(table.values.device))[:, table.values.size(1) - table.penalties :]
-    of_whole = penalties.nansum(dim=1)[local.rows].to(mask.device)
-    earned = at_the_end
-    of_steps = torch.zeros_like(charged)
+    kl_of_whole = penalties.nansum(dim=1)[local.rows].to(mask.device)
+    of_steps = torch.zeros_like(kl_of_tokens)
     for column, steps in table.steps.items():
         of_steps = of_steps + float(table.weights[column]) * on_own_tokens(steps.local(local.rows), mask)
+    earned = at_the_end
     if value.missing_eos_penalty is not None:
         cut = made.scored.rewarded.truncated[local.rows].to(mask.device)
         earned = at_the_end - value.missing_eos_penalty * (cut & scorable)
     # the curves of a healthy run, means over completions
     book = trainer.recorder.book()
-    of_tokens = charged.sum(1)
+    kl = kl_of_tokens.sum(1)
     in_between = of_steps.sum(1)
-    book.add("ppo/shaped_reward", (of_tokens + earned + in_between).sum(), scorable.sum())
-    book.add("ppo/task_reward", (at_the_end + in_between - of_whole).sum(), scorable.sum())
-    book.add("ppo/kl_reward", (of_tokens + of_whole).sum(), scorable.sum())
-    rewards = charged + earned.unsqueeze(1) * last_own(mask) + of_steps
+    book.add("ppo/shaped_reward", (kl + earned + in_between).sum(), scorable.sum())
+    book.add("ppo/task_reward", (at_the_end + in_between - kl_of_whole).sum(), scorable.sum())
+    book.add("ppo/kl_reward", (kl + kl_of_whole).sum(), scorable.sum())
+    rewards = kl_of_tokens + earned.unsqueeze(1) * last_own(mask) + of_steps
     if value.whiten_rewards:
         counted = mask & scorable.unsqueeze(1)
         rewards = whiten(rewards, counted, _moments(trainer, rewards, counted), shift_mean=False)
@@ -229,24 +229,23 @@ def to_advantages_and_returns(trainer: UpdatePort, made: Penalised, advantages: 
     if value is None:
         return advantages, None
     assert local.values is not None
-    each = (advantages if advantages.dim() == 2 else advantages[local.rows].unsqueeze(1)).to(local.values)
+    if advantages.dim() == 1:
+        advantages = advantages[local.rows].unsqueeze(1)
+    of_tokens = advantages.to(local.values)
     scorable = ~made.table.values.isnan().all(dim=1)[local.rows].to(local.mask.device).unsqueeze(1)
     counted = local.mask & scorable
-    returns = each + local.values
+    returns = of_tokens + local.values
     of_returns = _moments(trainer, returns, counted)
     explained = explained_variance(of_returns.variance, _moments(trainer, returns - local.values, counted).variance)
     book = trainer.recorder.book()
     one = torch.ones((), device=returns.device)
     book.add_alike("value/explained_variance", one * (explained or 0.0), float(explained is not None))
     book.add_alike("value/return_mean", one * of_returns.mean, 1.0)
-    moments = None
     if value.whiten_advantages:
-        moments = _moments(trainer, each, counted)
-    if moments is None:
-        each = each.masked_fill(~counted, 0.0)
+        of_tokens = whiten(of_tokens, counted, _moments(trainer, of_tokens, counted))
     else:
-        each = whiten(each, counted, moments)
-    return each, returns.masked_fill(~counted, float("nan")).float()
+        of_tokens = of_tokens.masked_fill(~counted, 0.0)
+    return of_tokens, returns.masked_fill(~counted, float("nan")).float()
 
 
 def _moments(trainer: Collectives, values: Tensor, mask: Tensor) -> Moments:
@@ -274,15 +273,17 @@ def write_advantages(
         carried = Carried(batch)
         carried.old_values = made.local.values.float()
         carried.returns = returns
-    trls = advantages is batch["advantages"]
-    if trls and made.to_go is None:
+    are_trls = advantages is batch["advantages"]
+    if are_trls and made.to_go is None:
         return batch
-    if trls or advantages.dim() == 2:
+    if are_trls or advantages.dim() == 2:
         mine = advantages
     else:
         mine = advantages[made.local.rows]
     if made.to_go is not None:
-        mine = (mine if mine.dim() == 2 else mine.unsqueeze(1)).to(made.to_go) + made.to_go
+        if mine.dim() == 1:
+            mine = mine.unsqueeze(1)
+        mine = mine.to(made.to_go) + made.to_go
     batch["advantages"] = mine.to(batch["advantages"])
     if mine.dim() == 2:
         advantages = trainer.accelerator.gather((batch["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1))

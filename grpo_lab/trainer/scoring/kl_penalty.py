@@ -135,10 +135,10 @@ def penalise(trainer: UpdatePort, scored: Scored, controller: KLController) -> P
     if kl is not None and beta is not None:
         mask = loss_mask(scored.batch)
         carried = Carried(scored.batch)
-        old = carried.proximal_logps
-        if old is None:  # the loss does not read these: it takes its own forward's (``step.log_probs``)
-            old = _log_probs_at_generation(trainer, scored.batch)
-        log_probs = old.double(), carried.ref_logps.double()
+        own = carried.proximal_logps
+        if own is None:  # the loss does not read these: it takes its own forward's (``step.log_probs``)
+            own = _log_probs_at_generation(trainer, scored.batch)
+        log_probs = (own.double(), carried.ref_logps.double())
         of_tokens = _finite(trainer, kl.of_tokens(*log_probs, mask))
         penalty = trainer.accelerator.gather(of_tokens.sum(-1))
         trainer.recorder.book().add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())

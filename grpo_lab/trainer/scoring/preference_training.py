@@ -21,8 +21,10 @@ from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.state import STATE, SavedState
 
-FOLDER, COMPARISONS = "grpo_lab_preference", "comparisons.jsonl"
-"""Folder of the preference model in a checkpoint, as transformers saves it, and the file in it with the comparisons."""
+FOLDER = "grpo_lab_preference"
+"""Folder of the preference model in a checkpoint, as transformers saves it."""
+COMPARISONS = "comparisons.jsonl"
+"""File in that folder with the comparisons."""
 PER_GROUP = 2
 """Largest number of comparisons that are kept of a group."""
 
@@ -80,13 +82,14 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
         scores, judged = (table.values[:, column].tolist() for column in self.columns)
         draw = random.Random(f"{reward.seed}/{step}/{len(self.pairs)}")
         for group in orders(judged, table.group_size):
-            different = [two for two in group if texts[two[0]][1] != texts[two[1]][1]]
+            different = [(better, worse) for better, worse in group if texts[better][1] != texts[worse][1]]
             if different and holds_out(texts[different[0][0]][0], reward.held_out):
-                right += right_way_round((scores[one], scores[other]) for one, other in different)
+                right += right_way_round((scores[better], scores[worse]) for better, worse in different)
             elif self.kept:
-                for two in draw.sample(different, min(PER_GROUP, len(different))):
-                    first, second = reversed(two) if draw.random() < reward.noise else two
-                    self.pairs.append(dict(zip(PAIR, (*texts[first], texts[second][1]), strict=True)))
+                for better, worse in draw.sample(different, min(PER_GROUP, len(different))):
+                    if draw.random() < reward.noise:  # a simulated error of the judge
+                        better, worse = worse, better
+                    self.pairs.append(dict(zip(PAIR, (*texts[better], texts[worse][1]), strict=True)))
         book = self.trainer.recorder.book()
         book.add_alike("preference/pair_accuracy", torch.tensor(sum(right)), len(right))
         if self.kept:

@@ -108,13 +108,10 @@ class Resampler:
         trainer = self.trainer
         last = rounds[-1]
         size = self.group_size
-        kept = []
+        table = last.rewarded.table
         if chosen:
-            kept = [Rewarded.joined([r.rewarded for r in rounds]).picked(self._rows(chosen))]
-        if kept:
-            table = Rewarded.joined([*kept, last.rewarded]).table
-        else:
-            table = last.rewarded.table
+            kept = Rewarded.joined([scored.rewarded for scored in rounds]).picked(self._rows(chosen))
+            table = Rewarded.joined([kept, last.rewarded]).table
         table = with_local_rows(trainer, last, table, before=len(chosen) * size)
         if reads_token_energy(trainer.algorithm.advantage):
             table = with_equal_energies(table)

@@ -119,10 +119,13 @@ class StepCalled:
         self.steps = []
         of_completions = list[float | None]()
         for steps in scored:
-            infinite = [score for _, score in steps if score is not None and self.keep_infinite and _is_infinite(score)]
-            kept = [(end, None if infinite and _is_infinite(score) else score) for end, score in steps]
-            self.steps.append(kept)
-            of_completions.append(math.copysign(math.inf, infinite[0]) if infinite else mean_score(kept))
+            infinite = [score for _, score in steps if score is not None and _is_infinite(score)]
+            if infinite and self.keep_infinite:
+                self.steps.append([(end, None if _is_infinite(score) else score) for end, score in steps])
+                of_completions.append(math.copysign(math.inf, infinite[0]))
+            else:
+                self.steps.append(list(steps))
+                of_completions.append(mean_score(steps))
         return of_completions
 
 
@@ -256,7 +259,8 @@ def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, 
     guarded = trainer.recorder.faults_in_training is not None
     of_group = {i: reward for i, reward in enumerate(trainer.reward_funcs) if scope_of(reward) == "group"}
     known = {name: i for i, name in enumerate(trainer.reward_func_names) if i not in of_group}
-    values, not_numbers = values.clone(), torch.zeros_like(values[0], dtype=torch.long)
+    values = values.clone()
+    not_numbers = torch.zeros_like(values[0], dtype=torch.long)
     for start in range(0, len(rows), size):
         here = rows[start : start + size]
         scored = table[start : start + size]

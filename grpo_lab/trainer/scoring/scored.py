@@ -88,16 +88,7 @@ class Scoring:
         names = tuple(trainer.reward_func_names)
         size = trainer.current_group_size
         home = trl_bridge.home_of(trainer, "_calculate_rewards")
-        shape = (lengths.numel(), len(names))
-        if not isinstance(values, Tensor) or tuple(values.shape) != shape:  # a team's method may return anything
-            if isinstance(values, Tensor):
-                seen = f"shape {tuple(values.shape)}"
-            else:
-                seen = f"a {type(values).__name__}"
-            raise ValueError(
-                f"`{home}._calculate_rewards` returned {seen}; it must return a float tensor {list(shape)}: one row "
-                f"per completion of all processes (gathered, in rank order), one column per reward {list(names)}"
-            )
+        _refuse_other_shape(values, lengths.numel(), names, home)
         values = without_infinite(values, names, faults, f"`{home}._calculate_rewards`, column {{}},")
         steps = gathered_steps(trainer.step_scores, size)
         weights = trainer.reward_weights.detach().cpu()
@@ -110,6 +101,22 @@ class Scoring:
             first = trainer.accelerator.process_index * len(self._keys)
             faults.scored(names, self._keys, values[first : first + len(self._keys)].tolist(), first)
         return values
+
+
+def _refuse_other_shape(values: Any, rows: int, names: tuple[str, ...], home: str) -> None:
+    """Raise ValueError unless ``values`` is a tensor ``[rows, rewards]``; a team's ``_calculate_rewards``, that of the
+    class ``home``, may return anything."""
+    shape = (rows, len(names))
+    if not isinstance(values, Tensor):
+        seen = f"a {type(values).__name__}"
+    elif tuple(values.shape) != shape:
+        seen = f"shape {tuple(values.shape)}"
+    else:
+        return
+    raise ValueError(
+        f"`{home}._calculate_rewards` returned {seen}; it must return a float tensor {list(shape)}: one row per "
+        f"completion of all processes (gathered, in rank order), one column per reward {list(names)}"
+    )
 
 
 def without_faulty(
