@@ -1,16 +1,15 @@
 """``LabTrainer``: TRL's GRPOTrainer with methods overridden, in the order in which a step calls them.
 
     prompts           ``_get_train_sampler``, ``get_batch_samples``, ``_tokenize_prompts``
-    generate          choose the groups that are complete (``rollout.cut_after``); ``_generate``: in it
-                      ``_generate_single_turn`` generates, checks the weight sync and requests the next batch
-                      (``rollout.overlap``); turns with tools: ``_tool_call_loop``, or trajectories (``rollout.turns``)
-    score             ``_calculate_rewards``; select groups, KL penalty, values, advantages of rows and of tokens:
-                      ``_generate_and_score_completions``
-    record, buffer    at its end metrics are recorded; TRL cuts the batch into micro-batches and buffers them
-    collect           ``compute_loss`` collects the micro-batches of the step, then plans and computes bins
-                      (``step.exact_update``); or ``_compute_loss``, for one micro-batch as TRL cut it
-    take the step     ``_get_grad_norm``; or skip it (``step.guard``)
-    after the step    ``log``, checkpoints
+    a batch           ``_generate_and_score_completions`` calls all of the next four:
+      generate          ``_generate``, which calls ``_generate_single_turn`` and, with tools, ``_tool_call_loop``
+      score             ``_calculate_rewards``
+      advantages        select groups, charge the KL, estimate values, compute advantages (``scoring/``)
+      record            metrics; then TRL cuts the batch into micro-batches and buffers them
+    update            ``compute_loss`` collects the micro-batches of the step, and with the last one computes all
+                      (``step/exact_update.py``); or ``_compute_loss``, for one micro-batch as TRL cut it
+    take the step     ``_get_grad_norm``; or skip it (``step/guard.py``)
+    after the step    ``log``, ``_save_checkpoint``
 
 ``arguments.py`` checks the constructor's arguments, ``step_components.py`` builds the objects that act in a step, and
 ``docs/design.md`` follows one reward through all files. Public hooks for subclasses are ``compute_advantages`` and
@@ -71,7 +70,8 @@ from grpo_lab.trainer.step_components import ComponentTrainer, StepComponents, p
 
 
 class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
-    """Trainer for group-relative policy optimisation with our objectives; the constructor is ``trl.GRPOTrainer``'s.
+    """Trainer for group-relative policy optimisation with our objectives. Its constructor takes the arguments of
+    ``trl.GRPOTrainer``; ``args`` is a ``LabConfig``, or a ``trl.GRPOConfig``.
 
     There are three ways to change the algorithm, the last two in a subclass:
 
@@ -88,7 +88,7 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
     surrogate: ClassVar[Any] = None
     aggregation: ClassVar[Any] = None
     reset_optimizer: ClassVar[bool] = False
-    #: a class of this package that samples by itself, and returns the log-probs
+    #: Whether a subclass in this package generates completions itself and returns their log-probs, as an engine does.
     samples_itself: ClassVar[bool] = False
 
     @trl_bridge.reference_model_in_full()
@@ -147,23 +147,25 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
 
     @classmethod
     def declared_rewards(cls, given: list[Any]) -> list[Any]:
-        """Return the run's rewards for those that the caller gave. A subclass may add the rewards of its algorithm."""
+        """Return the run's rewards, given those that the caller passed. A subclass may add rewards of its algorithm."""
         return given
 
     def compute_advantages(self, table: RewardTable) -> Tensor:
-        """Compute the advantages of a generation batch from its rewards over all ranks. ``table`` is the same on every
-        rank, except for ``table.local``.
+        """Compute the advantages of a generation batch from the rewards of all ranks; a hook for subclasses.
+
+        Args:
+            table: the rewards, the same on every rank except for ``table.local``: the places of this rank's rows in
+                the table, their loss mask and lengths.
 
         Returns:
-            ``[N]``, one per completion over all ranks; or ``[B, T]``, one per token of this rank's rows.
-            ``table.local`` holds these rows' places in the table, their loss mask and lengths. The kind must be the
-            same on every rank and in every batch. ``[N, T]`` is never gathered: compute statistics of the table, then
-            spread them over the local rows.
+            ``[N]``, one per completion over all ranks; or ``[B, T]``, one per token of this rank's rows. Which of the
+            two must be the same on every rank and in every batch. ``[N, T]`` is never gathered: compute statistics of
+            the table, then spread them over the local rows.
 
         Called only if an advantage rule of ours is in force or this hook is overridden. Without a rule of ours it
         returns TRL's own advantages for this table (``scale_rewards``, ``multi_objective_aggregation``). With
-        ``update.dead_groups: resample`` it is also called to find groups that would contribute nothing: on the groups
-        kept so far and those of one more round, with rewards only. Then it is called once on the groups that stay.
+        ``update.dead_groups: resample`` it is called on each round's groups, too, to find those that would contribute
+        nothing, and then once on the groups that stay.
         """
         rule: Any = self.algorithm.advantage
         if rule is None:
@@ -173,11 +175,8 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
         return rule(table)
 
     def token_loss(self, batch: TokenBatch) -> Tensor:
-        """Compute the loss per token ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False.
-
-        Raises:
-            ValueError: the loss is left to TRL, which has no loss per token.
-        """
+        """Compute the loss per token ``[B, T]`` of the rows in ``batch``, 0 where ``batch.mask`` is False; a hook for
+        subclasses. Raise ValueError if the loss is left to TRL, which has no loss per token."""
         if self.algorithm.objective is None:
             raise ValueError(
                 f"`token_loss` was called, but the loss is left to TRL ({self.algorithm.left_to_trl}): set `objective`"
@@ -185,16 +184,19 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
         return self.algorithm.objective.token_loss(batch)
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
+        """Train as TRL does. A signal, ``stop_file`` or ``max_hours`` ends the training after a checkpoint."""
         with self.parts.stop.in_force(), self.parts.trajectories.tools_in_use():
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Make HF's training step for one micro-batch, with attention that takes bins of any shape."""
         device = self.accelerator.device
         with trl_bridge.small_tiles(device), self.parts.update.attention(device), self.parts.update.memory_in_words():
             return super().training_step(*args, **kwargs)
 
     @seen
     def _get_train_sampler(self, dataset: Any = None) -> Any:
+        """Return the sampler of prompts: the one that ``sampler`` or ``tasks`` asks for, else TRL's."""
         sampler = self.parts.prompts.built(self.train_dataset if dataset is None else dataset)
         if sampler is None:
             return super()._get_train_sampler(dataset)
@@ -202,21 +204,25 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
 
     @seen
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Return the micro-batches of an optimizer step, and read further ones if their prompts are needed early."""
         micro_batches = self.parts.ahead.read(epoch_iterator, num_batches, self._step)
         return super().get_batch_samples(micro_batches, num_batches, device)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        """Tokenize prompts as TRL does; raise ValueError if one leaves no room for a completion."""
         ids, images, fields = super()._tokenize_prompts(prompts)
         check_room(self, ids)
         return ids, images, fields
 
     @seen
     def _generate(self, prompts: list[Any]) -> Any:
+        """Generate completions in all their turns; with ``rollout.turns`` add the column ``turns``."""
         with self.parts.trajectories.batch():
             return self.parts.trajectories.with_column(super()._generate(prompts))
 
     @seen
     def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
+        """Generate completions, or take those generated before; prove the weight sync; request the next batch."""
         generated_before = self.parts.partial.take(prompt_ids)
         if generated_before is not None:
             return generated_before
@@ -232,15 +238,18 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
 
     @seen
     def _tool_call_loop(self, *rows: Any) -> Any:
+        """Complete the turns with tools: as trajectories (``rollout.turns``), or as TRL does with ranks in step."""
         stock = functools.partial(tool_turns, self, self.parts.sync_proof, super()._tool_call_loop)
         return self.parts.trajectories.finish(stock, *rows)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        """Return the rewards ``[N, F]`` of all ranks' completions, checked and with those of whole groups."""
         stock = super()._calculate_rewards
         return rewards_of_all(self, stock, inputs, prompts, completions, completion_ids_list)
 
     @seen
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """Return this rank's rows of a new generation batch, with all that the update needs of them."""
         with checkpoint_if_server_gone(self, self.parts.stop):
             self.parts.before_generation(self.model.training)
             scored = self._generate_and_score(self.parts.partial.choose(inputs))
@@ -257,8 +266,8 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
             return record(self, scored, batch)
 
     def _generate_and_score(self, inputs: Any) -> Scored:
-        """Generate and score completions. In training, also update the token count, the sampler and the preference
-        model."""
+        """Generate and score completions by TRL's method. In training, also update the token count, the sampler and the
+        preference model."""
         scored = score(self, super()._generate_and_score_completions, inputs)
         if self._mode() == "train":
             if self.parts.partial.cut is None:  # with `cut_after` they are counted when generated
@@ -276,14 +285,15 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
+        """Return the loss of a micro-batch; with the exact update the step's last one has that of all, the others 0."""
         stock = functools.partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
         if return_outputs or not self.model.training:
             return stock()  # type: ignore[no-any-return]
         return self.parts.guard.watch_loss(self.parts.update.loss(model, inputs, stock), inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Compute the loss of one micro-batch as TRL cut it: with ``update: off``, in evaluation, or where bins are not
-        exact."""
+        """Compute the loss of one micro-batch as TRL cut it: with ``update: off``, in evaluation, or if bins are not
+        exact for the model."""
         objective = self.algorithm.objective
         with rows_in_place(self, model, inputs):
             # TRL computes the loss of an evaluation without the reference log-probs that our KL reads
@@ -293,12 +303,15 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
 
     @seen
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the gradient's norm, after which the step is left out if a number is not finite (``guard``)."""
         return self.parts.guard.check_gradient(super()._get_grad_norm(model, grad_norm))
 
     def metric_book(self, mode: str) -> MetricBook:
+        """Return the metrics of ``mode`` (``train`` or ``eval``), to which a subclass may add its own."""
         return self.recorder.book(mode)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log ``logs`` and the means of the metrics since the last log."""
         means = self.recorder.book().read()
         self._metrics[self._mode()].update({name: [value] for name, value in means.items()})
         if "loss" in logs and means.get("guard/loss") == 1.0:  # no step had a finite loss, which HF logs as 0
@@ -310,24 +323,28 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
         self.recorder.say(message, key, level)
 
     def save_final(self, folder: Path) -> None:
-        """Save the trained model and, if a preference model was trained along, that model beside it. Called on every
-        rank."""
+        """Save the trained model to ``folder`` and, if a preference model was trained along, that model beside it.
+        Called on every rank."""
         save_final(self, folder, self.parts.preference.save)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the README beside the model, with what was trained."""
         with in_our_words(self):
             super().create_model_card(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint completely or not at all, with the state of the components."""
         with trl_bridge.optimizer_saved_as_it_is(self.accelerator):
             save_whole(self, model, trial, super()._save_checkpoint, self.parts.save)
 
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        """Save the policy and, beside it, the critic."""
         with trl_bridge.replaced(self, "args", picklable(self.args)):  # HF pickles them into training_args.bin
             super()._save(output_dir, state_dict)
         save_beside(self, self.parts.critic, output_dir, state_dict)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load optimizer, critic and components from ``checkpoint``; None: the training does not resume."""
         saved = None
         without_moments = set[str]()
         if checkpoint is not None:
@@ -340,16 +357,19 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
         self.parts.load(saved)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
+        """Load the random numbers of a checkpoint, then make the evaluation that was still due there."""
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             self.parts.due_evaluation.make_up()
 
     def _load_best_model(self) -> None:
+        """Load policy and critic of the best checkpoint."""
         super()._load_best_model()
         take_up(self, self.parts.critic, self.state.best_model_checkpoint, "load_best_model_at_end")
 
     @seen
     def create_optimizer(self, model: Any = None) -> Any:
+        """Create the optimizer, with the critic's parameters in groups of their own."""
         optimizer = super().create_optimizer(model)
         if self.algorithm.value is None:
             return optimizer
