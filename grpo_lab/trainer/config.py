@@ -47,7 +47,7 @@ class LabConfig(GRPOConfig):
             ``scale_rewards``, …).
         advantage: name of an advantage rule, or a mapping of its name and knobs ``{name: …, epsilon: …}``; overrides
             the preset's rule.
-        correction: how tokens are weighted that were sampled by another policy than the one before the update: a name
+        correction: how to weight tokens sampled by another policy than the one before the update: a name
             (``grpo_lab.objectives.CORRECTIONS``), or a mapping of its name and knobs ``{name: icepop, low: …, high:
             …}``. It needs the log-probs of the sampler: with ``use_vllm``, or from a ``rollout_func``. ``None``: TRL's
             ``vllm_importance_sampling_*`` with ``use_vllm``, else nothing.

@@ -121,7 +121,7 @@ class Carried:
 
     @property
     def chosen(self) -> dict[str, Tensor]:
-        """The tokens that each selecting part chose, by the name of its selection; bool ``[B, T]``."""
+        """Name of a selection → bool ``[B, T]``, the tokens that its selecting part has chosen."""
         keys = [key for key in self.fields if key.startswith(CHOSEN)]
         return {key.removeprefix(CHOSEN): self.fields[key] for key in keys}
 

@@ -71,8 +71,8 @@ class StepComponents:
         critic: the value network of PPO.
         update: the exact update.
         guard: steps that are left out because a number is not finite (``guard``).
-        optimizer_reset, reference: what is reset or moved before a generation (``reset_optimizer``,
-            ``reference_every``).
+        optimizer_reset: the reset of the optimizer after each generation batch (``reset_optimizer``).
+        reference: moves the reference model (``reference_every``), and keeps a moved one in checkpoints.
         generation_buffer: the open generation batch, as a checkpoint keeps it.
         due_evaluation, stop: an evaluation still due after a resume; the stop on request.
         stateful: the components whose state a checkpoint keeps, by the names of its entries and in their order.

@@ -312,8 +312,9 @@ def dialogue_of(trainer: GRPOTrainer) -> ChatDialogue:
 
 
 def dialogue_for(tokenizer: Any, ends: Any, template_kwargs: Any) -> ChatDialogue:
-    """Return the dialogue of a tokenizer outside of a training, as TRL sets it up in one: with TRL's training template
-    where its own would cut tokens anew. Raise ValueError if the template knows no tools."""
+    """Return the dialogue of a tokenizer outside of a training, set up as TRL does in one: if the tokenizer's chat
+    template changes how earlier turns are written once a turn is added, TRL's training template is used in its place.
+    Raise ValueError if the template cannot write tool calls. ``ends`` are the tokens that end a turn."""
     if not chat_template_utils.supports_tool_calling(tokenizer):
         raise ValueError(
             "the chat template of this tokenizer cannot write a conversation with tools (an assistant's `tool_calls`, "
@@ -328,7 +329,8 @@ def dialogue_for(tokenizer: Any, ends: Any, template_kwargs: Any) -> ChatDialogu
 
 
 def refuse_unfit(trainer: GRPOTrainer) -> None:
-    """Raise ValueError if the run cannot be made of trajectories."""
+    """Raise ValueError if ``rollout.turns`` does not fit the run: it has no tools, its model takes images, or a data
+    set has a column ``turns``."""
     if not trainer.tools:
         raise ValueError(
             "`rollout.turns` is set, and the run has neither `tools` nor an `environment_factory`, so that a "
