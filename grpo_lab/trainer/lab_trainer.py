@@ -164,8 +164,8 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
 
         Called only if an advantage rule of ours is in force or this hook is overridden. Without a rule of ours it
         returns TRL's own advantages for this table (``scale_rewards``, ``multi_objective_aggregation``). With
-        ``update.dead_groups: resample`` it is called on each round's groups, too, to find those that would contribute
-        nothing, and then once on the groups that stay.
+        ``update.dead_groups: resample`` it is also called to find groups that would contribute nothing, on a table of
+        the groups kept so far and those of one more round, with rewards only; then once on the groups that stay.
         """
         rule: Any = self.algorithm.advantage
         if rule is None:
