@@ -29,7 +29,6 @@ from trl.trainer import grpo_trainer
 
 from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
-
 from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import resolve_arguments
@@ -44,7 +43,6 @@ from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.ports import Recorder
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.checkpoint import picklable, save_final, save_whole
-
 from grpo_lab.trainer.resume.state import load_state
 from grpo_lab.trainer.resume.stop import StopOnRequest
 from grpo_lab.trainer.row_table import Carried
@@ -60,10 +58,8 @@ from grpo_lab.trainer.scoring.carriers import Scored
 from grpo_lab.trainer.scoring.kl_penalty import penalise
 from grpo_lab.trainer.scoring.reward_table import correctness, rewards_of_all
 from grpo_lab.trainer.scoring.scored import record, score
-
 from grpo_lab.trainer.settings.inputs import check_conversations, turns_of
 from grpo_lab.trainer.settings.silenced import seen
-
 from grpo_lab.trainer.step.log_probs import rows_in_place
 from grpo_lab.trainer.step.micro_batch import micro_batch_loss
 from grpo_lab.trainer.step_components import ComponentTrainer, StepComponents, prove
@@ -387,4 +383,3 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
     def generated_tokens(self) -> int:
         """Number of tokens that the policy has generated in training, over all ranks and resumes."""
         return self.parts.generated.count
-

@@ -293,8 +293,7 @@ class RowTable:
 
     @functools.cached_property
     def on_host(self) -> OnHost:
-        """Lengths and holes of the rows on the host, from one transfer: cutting bins then does not wait for the device.
-        """
+        """Lengths and holes of the rows on the host, from one transfer: cutting bins then does not wait for the device."""
         prompts, completions, holes = torch.stack([*self.lengths, self.holes.long()]).cpu().numpy()
         return OnHost(prompts, completions, holes.astype(bool))
 

@@ -202,8 +202,7 @@ class StepComponents:
         together(write_entries)
 
     def load(self, saved: SavedState | None) -> None:
-        """Restore what ``save`` wrote; called on every rank before a training begins, with None if it does not resume.
-        """
+        """Restore what ``save`` wrote; called on every rank before a training begins, with None if it does not resume."""
         for part in self.stateful.values():
             part.load(saved)
 

@@ -5,6 +5,8 @@
     ``generate_in_step``    completions of any prompts; a rank with too few takes part with filler rows
     ``ThinkingRollout``     the trainer's ``rollout_func`` with ``rollout.thinking_budget``: TRL's own generation, up to
                             three times, each with another length limit (``engines/thinking_budget.py``)
+
+The engine is whichever TRL drives: vLLM in the process, a vLLM server, or the model's own ``generate``.
 """
 
 from __future__ import annotations
