@@ -255,7 +255,7 @@ class Recorder:
 
 
 class Numbers(Protocol):
-    """What a part may read of a trainer's settings, algorithm and progress."""
+    """The settings, algorithm and progress of a trainer, as far as a part may read them."""
 
     algorithm: Algorithm
     lab_settings: LabSettings
@@ -278,8 +278,8 @@ class Numbers(Protocol):
 
 
 class Collectives(Protocol):
-    """What a part may use of a trainer to talk to other ranks, and of what each rank holds: models, optimizer, metrics,
-    buffered micro-batches."""
+    """The attributes of a trainer by which a part talks to other ranks, and those that each rank holds for itself:
+    models, optimizer, metrics, buffered micro-batches."""
 
     accelerator: Any
     is_fsdp_enabled: bool
@@ -292,7 +292,7 @@ class Collectives(Protocol):
 
 
 class Hooks(Protocol):
-    """What a part may use of a trainer's data, environments and rewards, and the methods that a team may override."""
+    """The data, environments and rewards of a trainer that a part may use, and the methods that a team may override."""
 
     train_dataset: Any
     environments: Any

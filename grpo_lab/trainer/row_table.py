@@ -293,7 +293,7 @@ class RowTable:
 
     @functools.cached_property
     def on_host(self) -> OnHost:
-        """Lengths and holes of the rows on the host, from one transfer: cutting bins then does not wait for the device."""
+        """Lengths and holes of the rows on the host, from one transfer, after which cutting bins does not wait."""
         prompts, completions, holes = torch.stack([*self.lengths, self.holes.long()]).cpu().numpy()
         return OnHost(prompts, completions, holes.astype(bool))
 

@@ -202,7 +202,7 @@ class StepComponents:
         together(write_entries)
 
     def load(self, saved: SavedState | None) -> None:
-        """Restore what ``save`` wrote; called on every rank before a training begins, with None if it does not resume."""
+        """Restore what ``save`` wrote; called on every rank before a training begins, with None without a resume."""
         for part in self.stateful.values():
             part.load(saved)
 
@@ -216,7 +216,7 @@ class ComponentTrainer(ResumableTrainer):
 
     @property
     def replaces_trls_advantages(self) -> bool:
-        """Whether advantages come from a rule of ours or a team's hook, and not from TRL."""
+        """Return whether advantages come from a rule of ours or a team's hook, and not from TRL."""
         return self.algorithm.advantage is not None or trl_bridge.teams(self, "compute_advantages") is not None
 
     @property

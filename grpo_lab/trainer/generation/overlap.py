@@ -98,7 +98,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         book.add_alike("rollout/waited_s", torch.tensor([waited]), 1)
 
     def _take_request(self) -> BackgroundRequest | None:
-        """Wait until the server is idle, then remove the request from the client and return it; None if there is none."""
+        """Wait until the server is idle, then take the request from the client and return it, or None."""
         client = self.trainer.vllm_generation.vllm_client
         client.wait_until_idle()
         begun = client.in_background

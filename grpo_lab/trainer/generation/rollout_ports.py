@@ -32,7 +32,7 @@ class EngineHooks:
 
 
 class EnginePort(Protocol):
-    """What code that talks to a server uses of TRL's ``VLLMGeneration``, with what ``trl_engine`` adds to it."""
+    """TRL's ``VLLMGeneration``, with what ``trl_engine`` adds to it, as far as code that talks to a server uses it."""
 
     accelerator: Any
     model: Any
@@ -54,7 +54,7 @@ class EnginePort(Protocol):
 
 
 class RolloutPort(Protocol):
-    """What ``overlap``, ``partial`` and ``read_ahead`` use of the run; ``LabTrainer`` provides it."""
+    """The trainer, as far as ``overlap``, ``partial`` and ``read_ahead`` use it; ``LabTrainer`` is one."""
 
     accelerator: Any
     args: Any

@@ -243,7 +243,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             )
 
     def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Send all weights to the server, once it is idle; the stream ``named_params`` is read to its end in any case."""
+        """Send all weights to the server, once it is idle. The stream ``named_params`` is always read to its end."""
         try:
             self.wait_until_idle()
             self._see_that_it_is_the_same()

@@ -93,7 +93,7 @@ class Trajectories:
 
     @property
     def on(self) -> bool:
-        """Whether ``rollout.turns`` is set."""
+        """Return whether ``rollout.turns`` is set."""
         return self.rollout.turns is not None
 
     @contextlib.contextmanager

@@ -189,7 +189,7 @@ def reshard(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def unmerged(model: Any) -> Iterator[None]:
-    """Return a context in which TRL's stream of parameters gives the base model's weights, since no adapter is merged."""
+    """Return a context in which TRL streams the weights of the base model, since no adapter is merged."""
     with replaced(model, "merge_adapter", lambda: None), replaced(model, "unmerge_adapter", lambda: None):
         yield
 

@@ -89,7 +89,7 @@ class Turns:
         return (False,)
 
     def _is_tight(self, ids: list[int]) -> bool:
-        """Return whether a server would refuse this prompt, since with the longest completion it exceeds the context."""
+        """Return whether a server would refuse this prompt: with the longest completion it exceeds the context."""
         if not self._served or self.trainer.max_completion_length is None:
             return False
         return bool(len(ids) + self.trainer.max_completion_length > self.trainer.vllm_generation.context)

@@ -21,7 +21,7 @@ FILE = "grpo_lab_generation_waiting.safetensors"
 
 
 class Segment(NamedTuple):
-    """What one engine call adds to a completion.
+    """Tokens that one engine call adds to a completion.
 
     Attributes:
         ids: the tokens.
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
     @property
     def is_scored(self) -> bool:
-        """Whether every token has a finite log-prob."""
+        """Return whether every token has a finite log-prob."""
         return all(value is not None and math.isfinite(value) for value in self.logprobs)
 
 

@@ -44,7 +44,7 @@ QUARTILES = 4
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the rows of a bin come from.
+    """Origin of the rows of a bin in the micro-batches that TRL cut.
 
     Attributes:
         micro_batch: long ``[B]``, the micro-batch of the optimizer step in which TRL had each row, from 0.
