@@ -137,13 +137,13 @@ def run(name: str, seed: int, folder: Path, options: Options) -> Record:
         rows = training_rows()
         kind = GRPOTrainer if arm == "stock" else LabTrainer
         settings["output_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
-        if served:  # its first batch takes a server many times what the others take
+        if served:  # a server's first batch takes many times as long as the others
             built(kind, start, rows, **settings | {"max_steps": 1, "learning_rate": 0.0}).train()
         began = time.perf_counter()
         trainer = built(kind, start, rows, **settings)
         trainer.add_callback(clock)
         if arm == "uncorrected":
-            trainer.vllm_importance_sampling_correction = False  # in the settings it is refused beside `overlap`
+            trainer.vllm_importance_sampling_correction = False  # as a setting it is refused together with `overlap`
         trainer.train()
         wall = time.perf_counter() - began
     began = time.perf_counter()

@@ -43,7 +43,7 @@ def serve(folder: str) -> None:
 
     time.perf_counter = time.process_time
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a trainer prints is no answer
+    os.dup2(2, 1)  # a trainer's output must not mix with the answers
     print(json.dumps({"code": grpo_lab.__file__}), file=out, flush=True)
     args = argparse.Namespace(rows=64, micro=8, steps=1, gpu=False, checkpointing=False)
     for line in sys.stdin:
@@ -108,7 +108,7 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
         for cell in args.cells:
             for side in sides:
-                asked(side, cell)  # the first of a kind allocates
+                asked(side, cell)  # the first run of a cell allocates memory
             pairs = []
             for number in range(args.pairs):
                 order = sides if number % 2 == 0 else sides[::-1]

@@ -82,7 +82,7 @@ def built(trainer_class: type[Any], start: Path, rows: Dataset, **settings: Any)
         common.pop("update", None)
         args = GRPOConfig(**common, loss_type="dr_grpo", scale_rewards="none", beta=0.0)
     reward = AccuracyReward(mode="strict")
-    reward(completions=["#### 3x"], solution=["#### 3"])  # starts its worker, once a run: not part of a step
+    reward(completions=["#### 3x"], solution=["#### 3"])  # starts the reward's worker, which is no part of a step
     return trainer_class(
         model=AutoModelForCausalLM.from_pretrained(start), processing_class=AutoTokenizer.from_pretrained(start),
         reward_funcs=reward, args=args, train_dataset=rows,

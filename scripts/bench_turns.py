@@ -82,7 +82,7 @@ def parser_of(tool: str) -> Any:
 
     def parsed(tokenizer: Any, ids: list[int], prefix: list[int], **named: Any) -> dict[str, Any]:
         text = tokenizer.decode(ids)
-        if "<tool_call>" in text:  # the template, which is checked before the first step
+        if "<tool_call>" in text:  # text of the template, which the trainer checks at first
             return stock_parse(tokenizer, ids, prefix=prefix, **named)  # type: ignore[no-any-return]
         said: dict[str, Any] = {"role": "assistant", "content": text}
         if sum(ids) % 4:

@@ -71,7 +71,7 @@ def compare_reused(folder: Path, args: argparse.Namespace, dead: int) -> dict[st
 
 #: Settings in which part of the rows has no gradient: STALE is GSPO with its authors' clip, after updates on the same
 #: batch; REJECTED has bounds of the correction at which the sampler's noise rejects rows.
-OURS = {"loss_type": None, "scale_rewards": None}  # the objective says them
+OURS = {"loss_type": None, "scale_rewards": None}  # the objective decides both
 STALE = {**OURS, "objective": "gspo", "epsilon": 3e-4, "epsilon_high": 4e-4}
 REJECTED = {**OURS, "objective": "dapo", "vllm_importance_sampling_mode": "sequence_mask"}
 REJECTED |= {"vllm_importance_sampling_clip_min": 0.99, "num_iterations": 2, "max_steps": 2}

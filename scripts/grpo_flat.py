@@ -38,7 +38,7 @@ class Settings:
     kl_in: str = "loss"  # loss: β·KL of each token | reward: minus β·KL of the whole answer, before the comparison
     beta: float = 0.04
     epsilon: float = 0.2  # clip of the ratio
-    questions: int = 8  # a step
+    questions: int = 8  # in a step
     group: int = 8  # answers to each question
     updates: int = 1  # optimizer steps on the same answers
     rows_at_once: int = 8  # answers a forward; memory only, changes nothing

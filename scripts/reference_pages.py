@@ -185,7 +185,7 @@ def keys(place: str, kind: Any) -> list[str]:
     gone = {name for name, one in kinds.items() if one is type(None)}
     fields = [field for field in dataclasses.fields(kind) if field.name != "knobs" and field.name not in gone]
     nested = {field.name: INSIDE.get(f"{place}.{field.name}", _one_kind(kinds[field.name])) for field in fields}
-    if not said:  # then the whole docstring is of all keys
+    if not said:  # then the docstring describes all keys together
         return [sentence(text) + "\n" for text in inspect.cleandoc(kind.__doc__ or "").split("\n\n")[1:]]
     rows = []
     for field in fields:

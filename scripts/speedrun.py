@@ -241,7 +241,7 @@ def stock_settings(recipe: Recipe) -> dict[str, Any]:
 
 def entry(options: argparse.Namespace) -> Record:
     """Make all runs of an entry, and return its record: the runs, and on what machine, commit and date."""
-    imports = time.time() - psutil.Process().create_time()  # all that came before
+    imports = time.time() - psutil.Process().create_time()  # seconds of this process so far
     load = os.getloadavg()[0]
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(cores)

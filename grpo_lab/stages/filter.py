@@ -357,7 +357,7 @@ def measure_pass_rates(filtering: Filtering, filters: Filters) -> None:
     filtering.score("trials", {i: rate.trials for i, rate in found.items()})
     for name, lengths in (("mean_tokens", tokens), ("mean_tokens_right", right)):
         filtering.score(name, {i: fmean(counts) if counts else None for i, counts in lengths.items()})
-    # counts all completions behind the rates, also those that an earlier session made
+    # all completions count, also those that an earlier session made
     total = sum(len(rate.scores) for rate in measured if rate.cut is not None)
     cut = sum(rate.cut or 0 for rate in measured)
     if total and cut / total > 0.05:

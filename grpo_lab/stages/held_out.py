@@ -353,7 +353,7 @@ def measure_conditions(
         identity = [model_files(one), tokenizer, asdict(section)]
         asking = {name: held_out.asking(one, loaded, way) for name, way in held_out.ways.items()}
         for name, ask in asking.items():
-            parts = [AGAINST if one is not model else "", name if found else ""]  # "." for the very first
+            parts = [AGAINST if one is not model else "", name if found else ""]  # both are empty for the first
             place = "/".join(filter(None, parts)) or "."
             folder = None
             if target is not None:
@@ -377,7 +377,7 @@ def measure_conditions(
 def about(model: str, section: EvaluationSection, reward: Any, way: Condition) -> dict[str, Any]:
     """Return the model, data, template, judge and settings of a result, for `summary.json`. ``reward`` is the judge
     that was built from ``section.reward``."""
-    mode = getattr(reward, "mode", None)  # the default, too
+    mode = getattr(reward, "mode", None)  # also one that the recipe leaves to the reward
     judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}
     more = {
         "thinking": None if way.thinking is None else "on" if way.thinking else "off",

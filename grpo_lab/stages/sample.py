@@ -174,7 +174,7 @@ class ModelGenerator:
             chat_template_kwargs: arguments of the chat template, beside those of the settings.
         """
         ids = [self.rendered(prompt, chat_template_kwargs) for prompt in prompts]
-        # the seed depends on the batch's prompts alone, so a resumed run draws the same
+        # the seed depends on the batch's prompts alone, so that a resumed run draws the same completions
         digest = hashlib.sha256(f"{self.settings.seed}/{json.dumps(ids)}".encode()).digest()
         limit = max_new_tokens or self.settings.max_completion_length
         seed = int.from_bytes(digest[:4], "big") >> 1
@@ -223,7 +223,7 @@ class ModelGenerator:
         """
 
         def written(prompts: Sequence[Any], n: int) -> list[list[Written]]:
-            stop.check()  # a stop falls between batches: each is on disk before the next
+            stop.check()  # here every earlier batch is on disk
             return self.written(prompts, n)
 
         how: Any = {

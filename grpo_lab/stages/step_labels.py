@@ -146,7 +146,7 @@ def whole_answers(
     """Judge whole answers by ``reward``: each is the beginning in the column ``begun`` and the completion behind it.
     The reward gets the prompts without the beginnings."""
     begun = columns.pop(BEGUN)
-    columns.pop("completion_ids", None)  # those of the completion alone
+    columns.pop("completion_ids", None)  # the answer's beginning is not in them
     asked = []
     answers = []
     for prompt, start, completion in zip(prompts, begun, completions, strict=True):

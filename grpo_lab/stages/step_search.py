@@ -237,7 +237,7 @@ def beam_search(
     while any(own.states for own in beams):
         asked = [(place, tokens) for place, own in enumerate(beams) for _, tokens in own.states]
         groups = writer.steps([questions[place] for place, _ in asked], [[*tokens] for _, tokens in asked], width)
-        new: dict[tuple[int, Step], bool] = {}  # equal states are one
+        new: dict[tuple[int, Step], bool] = {}  # state → whether it has ended; equal states are one
         for (place, tokens), group in zip(asked, groups, strict=True):
             for step, ended in group:
                 beams[place].spent += len(step)
@@ -332,7 +332,7 @@ class Voting:
 
     def _add(self, tree: SearchTree, text: str) -> None:
         if not tree.votes:
-            tree.votes[answer_key(tree.found[0].text, self.read)] += 1  # the greedy solution
+            tree.votes[answer_key(tree.found[0].text, self.read)] += 1  # the greedy one, not counted yet
         tree.votes[answer_key(text, self.read)] += 1
         tree.found.append(FoundSolution(text, tree.spent))
 

@@ -268,7 +268,7 @@ class Merge:
         return f"{self.alpha:g} of {self.model}, the rest of {self.short_model}"
 
     def run(self, workspace: Workspace) -> Facts:
-        shutil.rmtree(workspace.folder / MODEL, ignore_errors=True)  # of a run that was killed before its marker
+        shutil.rmtree(workspace.folder / MODEL, ignore_errors=True)  # left by a run that was killed before it was done
         average_weights(self.model, self.short_model, workspace.folder / MODEL, self.alpha)
         return {}
 
@@ -338,7 +338,7 @@ def learn(
             arguments = {"seed": stage.seed, **stage.training}
             train_by(method, model, tokenizer, Dataset.from_list(rows), place, arguments, **more)
             tokenizer.save_pretrained(place)
-            (place / "training_args.bin").unlink(missing_ok=True)  # pickled, and it names this machine
+            (place / "training_args.bin").unlink(missing_ok=True)  # a pickle that names this machine
     training.done()
     return counted.facts()
 

@@ -117,7 +117,7 @@ class Refine:
         else:
             reasoning = text[: answer.start]
         lines = map(str.rstrip, reasoning.split("\n"))
-        reasoning = "\n".join(line for line, _ in groupby(lines)).strip()  # repeated lines once
+        reasoning = "\n".join(line for line, _ in groupby(lines)).strip()  # without repeated lines
         if not reasoning:
             return []
         refined = self.form.replace("{reasoning}", reasoning).replace("{answer}", answer.text)

@@ -94,7 +94,7 @@ def section(setting: Setting, kind: str) -> Iterator[Row]:
     asked = "gap of the engine's log-probs after a sync, nats a token, largest of all syncs"
     yield below(asked, max(gaps), limit, syncs=len(gaps), engine=str(engine).removeprefix("torch."))
     sampled = max(logged(trainer, "sampling/sampling_logp_difference/mean"))
-    if "cut_after" not in chosen.rollout:  # whose tokens are of older policies
+    if "cut_after" not in chosen.rollout:  # there tokens are of older policies
         yield below("gap of the log-probs of what was sampled and trained on", sampled, limit)
     yield from chosen.looks(trainer)
 

@@ -51,7 +51,7 @@ def told(words: Sequence[str], seconds: float, where: str) -> Iterator[Row]:
         print(line, end="")
         word = _SAID.search(line)
         test = _TEST.search(line)
-        if word is None or test is None or line.startswith(("FAILED", "ERROR")):  # the summary says them again
+        if word is None or test is None or line.startswith(("FAILED", "ERROR")):  # pytest's summary repeats them
             continue
         counts[word[1]] += 1
         if word[1] in ("FAILED", "ERROR"):

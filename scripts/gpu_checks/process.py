@@ -106,7 +106,7 @@ def end_family(pid: int, mark: str) -> None:
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         top = psutil.Process(pid)
-        top.suspend()  # it starts no other one meanwhile
+        top.suspend()  # so that it starts no further process
         family = [*top.children(recursive=True), top]
     for member in [*family, *left_behind(pid, mark)]:
         with contextlib.suppress(psutil.NoSuchProcess):

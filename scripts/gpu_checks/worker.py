@@ -71,7 +71,7 @@ def surroundings(setting: Setting, section: Section) -> None:
     from ports import free_port
 
     os.environ[MARK] = str(setting.own)
-    os.environ["MASTER_PORT"] = str(free_port())  # of an engine in the process: two on one port wait for each other
+    os.environ["MASTER_PORT"] = str(free_port())  # two engines on one port would wait for each other
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["TMPDIR"] = str(setting.own)
@@ -84,7 +84,7 @@ def surroundings(setting: Setting, section: Section) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(threads)
-    tempfile.tempdir = None  # read TMPDIR anew: a killed section leaves nothing outside the scratch folder
+    tempfile.tempdir = None  # TMPDIR is read anew; a killed section leaves nothing elsewhere
 
 
 def failure(error: BaseException) -> dict[str, Any]:

@@ -126,9 +126,9 @@ def save_whole(
     pushes: list[str] = []
     together = functools.partial(_together, trainer, place)
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    # no rank may leave while shards are saved, or before the barrier at which the best one is named
+    # saving shards takes all ranks, and so does HF's barrier where the best checkpoint is named
     collective = trainer.accelerator.num_processes > 1 and (sharded or state.best_global_step)
-    with replaced(trainer, "args", picklable(trainer.args)):  # args go into training_args.bin
+    with replaced(trainer, "args", picklable(trainer.args)):  # HF pickles them into training_args.bin
         try:
             together(lambda: _empty(trainer, partial, main=True))
             together(lambda: _empty(trainer, partial, main=False))
@@ -207,7 +207,7 @@ def _together(trainer: UpdatePort, place: Path, act: Callable[[], None], alone: 
         act()
     except Exception as error:  # OSError, safetensors' and torch's own, a team's: all mean that there is no checkpoint
         if is_of_lost_rank(error):
-            raise  # no other rank is left to hear of it
+            raise  # the ranks cannot exchange anything any more
         fault = error
     own = None
     if fault is not None:
@@ -221,7 +221,7 @@ def _together(trainer: UpdatePort, place: Path, act: Callable[[], None], alone: 
     if not alone:
         if trainer.args.local_process_index == 0:
             shutil.rmtree(place.parent / SAVING, ignore_errors=True)
-        trainer.accelerator.wait_for_everyone()  # the error comes after all half-written files are gone
+        trainer.accelerator.wait_for_everyone()  # until all half-written files are gone
     raise CheckpointNotWritten(
         f"the checkpoint {place} could not be written{_room(place.parent)}: {problem}. Nothing of it is left under "
         f"that name, earlier checkpoints are as they were; {_newest(place.parent)}. Mend that (room on the disk, the "
@@ -256,8 +256,8 @@ def _empty(trainer: UpdatePort, partial: Path, main: bool) -> None:
     if _writes(trainer, main):
         if main:
             _must_be_there(Path(trainer.args.output_dir))
-        if main or any(path.is_file() for path in partial.parent.rglob("*")):  # on a common disk none is left
-            shutil.rmtree(partial.parent, ignore_errors=True)  # what a killed run left
+        if main or any(path.is_file() for path in partial.parent.rglob("*")):  # none on a common disk
+            shutil.rmtree(partial.parent, ignore_errors=True)  # left by a killed run
         partial.mkdir(parents=True, exist_ok=True)
 
 
@@ -279,7 +279,7 @@ def _settle(trainer: UpdatePort, partial: Path, place: Path, main: bool) -> None
     """Move the finished checkpoint from ``partial`` to its name, ``place``, in this process's turn (``_writes``): the
     main process's, and then the files that another node wrote to its own disk."""
     if _writes(trainer, main):
-        if main and trainer.state.best_global_step == trainer.state.global_step:  # it names the old folder
+        if main and trainer.state.best_global_step == trainer.state.global_step:  # the file names `partial`
             trainer.state.save_to_json(str(partial / "trainer_state.json"))
-        with contextlib.nullcontext() if main else contextlib.suppress(FileNotFoundError):  # common disk: all moved
+        with contextlib.nullcontext() if main else contextlib.suppress(FileNotFoundError):  # none left on a common disk
             keep(partial, place, trainer.args.save_checksums, finite=not trainer.lab_settings.keeps_nan)

@@ -159,7 +159,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         for mode in ("train", "eval"):
             trainer.recorder.book(mode).forget()
         if trainer.use_vllm:
-            send_weights_again(trainer)  # the engine may hold weights of another step of that number
+            send_weights_again(trainer)  # the engine may hold an earlier training's weights of the same step
 
     def save(self, folder: Path) -> dict[str, Any] | None:
         """Write this rank's micro-batches into a checkpoint, and return the entry for the record; None if the
@@ -189,7 +189,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             "step": self._done,
             "left_out": problem,
             "random_forward": trainer.exact_update.verdict.saw_randomness,
-            "window": window if trainer._step == self._done else None,  # the resumed run repeats a step that is open
+            "window": window if trainer._step == self._done else None,  # else a resumed run repeats the open step
             "completions": self._completions(),
         }
 

@@ -114,7 +114,7 @@ class EpochOrderMixin:
     def _init_training_state(self: Any, max_steps: int, *more: Any) -> tuple[int, int]:
         """Return the epochs and batches that are over, and drop a permutation of the rows for each of these epochs."""
         epochs, batches = super()._init_training_state(max_steps, *more)  # type: ignore[misc]
-        ordered = isinstance(self._order, RepeatSampler) and self._order.shuffle  # our samplers save where they are
+        ordered = isinstance(self._order, RepeatSampler) and self._order.shuffle  # our own samplers save their place
         if ordered and not self.args.ignore_data_skip:
             for _ in range(epochs):
                 torch.randperm(self._order.num_samples, generator=self._order.generator)
@@ -145,7 +145,7 @@ class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
         """Load the weights of a checkpoint. Raises ValueError if it lacks tensors of the model or has other shapes."""
         policy: Any = self.model
         adapter = Path(resume_from_checkpoint) / "adapter_model.safetensors"
-        if model is None and getattr(policy, "peft_config", None) and adapter.is_file():  # not wrapped by FSDP
+        if model is None and getattr(policy, "peft_config", None) and adapter.is_file():  # and not under FSDP
             name = policy.active_adapters[0]
             wanted = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False).keys()
             there = _names_in(adapter)
@@ -169,9 +169,9 @@ class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
             self.say(f"all {self.state.max_steps} steps are done: nothing to train")
             self._load_rng_state(self._at_its_end)
             last = 0.0
-            for row in self.state.log_history:  # each holds the mean since the one before
+            for row in self.state.log_history:  # its loss is the mean since the row before
                 if "loss" in row:
-                    lost = math.isnan(row["loss"])  # to HF, which filters NaN, its loss was 0
+                    lost = math.isnan(row["loss"])  # HF counts such a loss as 0
                     self._total_loss_scalar += 0.0 if lost else row["loss"] * (row["step"] - last)
                     last = row["step"]
         return super()._finalize_training(trial, num_train_samples, start_time)
@@ -183,7 +183,7 @@ def load_other_names(trainer: UpdatePort, checkpoint: str) -> None:
     checkpoint lacks a tensor of the model under any name."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return  # adapters; formats of their own
+        return  # adapters, FSDP and DeepSpeed have formats of their own
     state = model.state_dict()
     names = set[str]()
     index = Path(checkpoint) / "model.safetensors.index.json"
@@ -191,7 +191,7 @@ def load_other_names(trainer: UpdatePort, checkpoint: str) -> None:
         names = set(read_record(index, {"weight_map": dict})["weight_map"])
     elif (Path(checkpoint) / "model.safetensors").is_file():
         names = _names_in(Path(checkpoint) / "model.safetensors")
-    there = {state[name].data_ptr() for name in names & state.keys()}  # a tied one is saved once
+    there = {state[name].data_ptr() for name in names & state.keys()}  # tied tensors are saved once
     passed_over = [name for name, one in state.items() if one.data_ptr() not in there and not is_critics(name)]
     if names and passed_over:
         refuse_lacking(passed_over, names - state.keys(), len(state))

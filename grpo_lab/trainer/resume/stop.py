@@ -74,7 +74,7 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         self._made_at = -1  # the last step after which there was an evaluation
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._made_at = -1 if self._loaded else state.global_step  # without an entry, none is due
+        self._made_at = -1 if self._loaded else state.global_step  # none is due here unless an entry says so
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._made_at = state.global_step
@@ -139,7 +139,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         self._waiting = False
         self._forget()
         callbacks = trainer.callback_handler.callbacks
-        for hfs in [one for one in callbacks if type(one) is JITCheckpointCallback]:  # and its handler
+        for hfs in [one for one in callbacks if type(one) is JITCheckpointCallback]:  # HF's own answer
             callbacks.remove(hfs)
             if hfs.jit_manager is not None:
                 put_back({signal.SIGTERM: hfs.jit_manager._original_sigterm_handler})
@@ -166,7 +166,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             if name == CTRL_C:
                 again = "; a second Ctrl-C ends at once, without one"
             logger.warning("%s: this step is finished and a checkpoint written%s", name, again)
-        elif self._asked is None or name == CTRL_C:  # a scheduler may say SIGTERM twice
+        elif self._asked is None or name == CTRL_C:  # a second SIGTERM is ignored: a scheduler may send two
             self.broke_off_a_wait = name if self._asked is None else None
             before = self._before.get(number)
             self.put_back()
@@ -214,7 +214,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._forget()
         file = stop_file(args)
-        # one that came while this process was set up is meant for this run
+        # a file that came since this process was started is meant for this run
         if not args.process_index and not state.global_step and file.exists() and is_of_an_earlier_run(file):
             logger.warning("%s is older than this run and was meant for an earlier one: it is removed", file)
             remove(file)
@@ -224,7 +224,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._is_asked(args):
             control.should_training_stop = control.should_save = True
-            # whatever is due at this step comes after the resume
+            # an evaluation that is due is made after the resume
             self._due.left_out |= bool(control.should_evaluate) or self._due.epochs_is_ahead()
             control.should_evaluate = False
 
@@ -244,7 +244,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             return
         control.should_training_stop = True
         self._leave_out_the_epochs(args, state)
-        state.best_model_checkpoint = None  # HF would load it, and with `save_total_limit: 1` remove this one
+        state.best_model_checkpoint = None  # else HF loads the best one at the end, and may remove this one
         if self.reason == STOP_FILE and args.process_index == 0:
             remove(stop_file(args))  # a resumed run would stop at once
         said = kept(_checkpoint(args, state), state.global_step)

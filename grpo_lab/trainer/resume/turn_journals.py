@@ -51,7 +51,7 @@ class TurnJournals(TrainerCallback):  # type: ignore[misc]
         self.trainer = trainer
         self.settings = settings
         self._folder = Path(trainer.args.output_dir) / JOURNALS
-        self._batch = (-1, 0)  # optimizer steps before it, and its number among the batches of that step
+        self._batch = (-1, 0)  # (optimizer step, number of the batch in it) of the last batch
 
     def open(self, prompts: Iterable[list[int]]) -> TurnJournal | None:
         """Return the journal of the generation batch that begins now, with what a killed run has left in it. None in an
@@ -65,7 +65,7 @@ class TurnJournals(TrainerCallback):  # type: ignore[misc]
             number = self._batch[1] + 1
         self._batch = (step, number)
         if trainer.args.save_strategy == "no" or trainer.args.save_only_model:
-            self._remove_before(step)  # no checkpoint will
+            self._remove_before(step)  # there will be no checkpoint that does it
         rank = trainer.accelerator.process_index
         header = {
             "step": step,

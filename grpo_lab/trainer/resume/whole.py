@@ -112,7 +112,7 @@ def broken_weights(folder: Path) -> str | None:
         except ValueError as error:
             return f"{index.name} is damaged: {error}"
     else:
-        places = {path.name: path.name for path in folder.glob("*.safetensors")}  # no list: a file for itself
+        places = {path.name: path.name for path in folder.glob("*.safetensors")}  # a single file has no index
     sharded = any(folder.glob("pytorch_model*")) or any(folder.glob("global_step*"))  # FSDP's and DeepSpeed's own forms
     if not places and not sharded:
         return "it holds no weights"
@@ -139,7 +139,7 @@ def broken_pickles(checkpoint: Path) -> str | None:
             named = []
             if file.name.startswith(LOADED):
                 named = get_unsafe_globals_in_checkpoint(str(file))
-        except Exception:  # flipped bits: an unknown compression, a name that is no text, a request for a password
+        except Exception:  # flipped bits may look like a compression, a bad name, a password
             return f"{file.name} is not whole"
         for name in named:
             if name not in MAY_BE_NAMED and not name.startswith(("torch.", "torchao.")):
@@ -178,7 +178,7 @@ def mark_of(folder: Path, step: int, checksums: bool = True, finite: bool = True
 def _towards_disk(files: list[Path]) -> None:
     """Flush files to the disk, as far as that works."""
     for file in files:
-        with suppress(OSError), file.open("rb") as opened:  # an error is the move's, which asks again
+        with suppress(OSError), file.open("rb") as opened:  # `move_whole` flushes again, and reports errors
             os.fsync(opened.fileno())
 
 
@@ -217,7 +217,7 @@ def damaged(checkpoint: Path) -> str | None:
     if listed is None:
         return not_finite(checkpoint)
     try:
-        batch = "generation" in read_state(checkpoint).entries  # else taken out by hand, and its rows are not read
+        batch = "generation" in read_state(checkpoint).entries  # without it the rows' files are not used
     except ValueError:
         batch = True
     wanted: dict[str, str] = listed.get("sha256") or {}

@@ -42,7 +42,7 @@ class TokenBudget(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         each = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         total, before = 0.0, 0
-        for logged in state.log_history:  # a checkpoint has it, and a log the mean of the steps since the last one
+        for logged in state.log_history:  # resumed with a checkpoint; a log has the mean since the one before
             if LENGTH in logged:
                 total += logged[LENGTH] * each * (logged["step"] - before)
                 before = logged["step"]

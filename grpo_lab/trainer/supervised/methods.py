@@ -51,7 +51,7 @@ COLUMNS = {
 }
 FIXED: dict[str, dict[str, Any]] = {
     "simpo": {"loss_type": "simpo", "cpo_alpha": 0.0, "remove_unused_columns": False},
-    "reward": {"max_length": None},  # TRL leaves out longer pairs, and says nothing
+    "reward": {"max_length": None},  # else TRL leaves out longer pairs silently
 }
 """Method → settings of its configuration that are set here if the recipe does not set them."""
 OF_LOADING = ("model_init_kwargs", "trust_remote_code")
@@ -118,7 +118,7 @@ def train_by(
         rows = rows.map(_pair_as_text, fn_kwargs=how, remove_columns=rows.column_names)
     else:
         rows = rows.select_columns(columns)
-        if chat_template_kwargs and not isinstance(rows[0]["prompt"], str):  # TRL reads them there
+        if chat_template_kwargs and not isinstance(rows[0]["prompt"], str):  # TRL reads this column
             rows = rows.add_column("chat_template_kwargs", [dict(chat_template_kwargs)] * len(rows))
     parts |= {"train_dataset": rows, "processing_class": tokenizer, "callbacks": callbacks}
     trainer = trainer_class(model=model, args=args, **parts)
@@ -288,7 +288,7 @@ class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
                 hook.remove()
         if self.f_divergence_type == "reverse_kl" and self.ld_alpha is None:
             length = inputs["completion_mask"].shape[1] - 1
-            # the two halves of TRL's batch: chosen and rejected
+            # TRL's batch has the chosen answers in its first half, the rejected ones in its second
             policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
             saved = self.precompute_ref_logps
             if saved:

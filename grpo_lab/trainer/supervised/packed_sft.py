@@ -127,6 +127,6 @@ def forward_arguments(packed: trl_bridge.PackedRow, tokens: int) -> dict[str, An
     return {
         "input_ids": packed.input_ids, "position_ids": packed.position_ids, "shift_labels": labels,
         "shared_prompts": packed.seen,
-        # transformers passes on a mask of four dimensions, which nobody reads; TRL logs its sum
+        # our attention does not read it; transformers passes on a mask of four dimensions, and TRL logs its sum
         "attention_mask": labels.new_ones(1, 1, 1, tokens),
     }  # fmt: skip

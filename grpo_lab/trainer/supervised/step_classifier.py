@@ -47,7 +47,7 @@ class StepClassifier(Trainer):  # type: ignore[misc]
     def __init__(
         self, model: str, args: StepClassifierConfig, train_dataset: Dataset, processing_class: Any, **more: Any
     ) -> None:
-        set_seed(args.seed)  # of the head
+        set_seed(args.seed)  # for the new head's weights
         classifier = AutoModelForTokenClassification.from_pretrained(model, num_labels=2, dtype=torch.float32)
         reader = TokenClassificationSteps(classifier, processing_class, max_length=args.max_length)
         rows = [_labelled(reader, row) for row in train_dataset]

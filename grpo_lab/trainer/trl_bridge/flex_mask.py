@@ -91,7 +91,7 @@ def block_mask(spans: Spans, length: int, device: torch.device) -> BlockMask:
     queries = _overlap(spans.start, spans.size, blocks)
     keys = _overlap(spans.start + spans.head, spans.size - spans.head, blocks)
     keys += _overlap(spans.prompt, spans.prompt_size, blocks)
-    pairs = queries.T @ keys  # pairs of one sequence; below the diagonal each of them is visible
+    pairs = queries.T @ keys  # number of pairs of one sequence; in blocks below the diagonal all are visible
     seen = np.tril(pairs > 0)
     full = np.tril(pairs == BLOCK * BLOCK, -1)
     filled = np.arange(blocks) >= int(spans.start[-1] + spans.size[-1]) // BLOCK

@@ -130,7 +130,7 @@ def all_are_scored() -> Iterator[None]:
     """Tell TRL's head, inside the block, that all positions that it gets are scored. Where Triton runs it would search
     for positions without a label, and wait for the answer; here they never reach it."""
     with contextlib.ExitStack() as stack:
-        if hasattr(utils, "_use_triton"):  # the kernels ask for themselves
+        if hasattr(utils, "_use_triton"):  # the kernels check for Triton on their own
             stack.enter_context(replaced(utils, "_use_triton", lambda device: False))
         yield
 

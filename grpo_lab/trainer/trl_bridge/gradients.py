@@ -50,12 +50,12 @@ def put_aside(accelerator: Any) -> Tensor:
     nothing = torch.zeros((), device=accelerator.device, requires_grad=True)
     if accelerator.distributed_type == "DEEPSPEED":
         _leave_out_next(accelerator, "backward", lambda: None)
-    return nothing.clone()  # a loss has a grad_fn
+    return nothing.clone()  # backward needs a grad_fn, which a leaf does not have
 
 
 def _leave_out_next(owner: Any, method: str, instead: Callable[[], None]) -> None:
     """Make the next call of ``owner.method`` call ``instead()`` only; after it the method is as it was before."""
-    before = vars(owner).get(method)  # usually none: it is the class's
+    before = vars(owner).get(method)  # usually None: the method is the class's
 
     def once(*_: Any, **__: Any) -> None:
         delattr(owner, method)

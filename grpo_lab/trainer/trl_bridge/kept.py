@@ -54,7 +54,7 @@ def kept_at(tokens: Tensor | None, take: Tensor, length: int) -> Tensor | None:
     if tokens is None:
         return None
     found = tokens.new_zeros(tokens.size(0), length, tokens.size(2))
-    # `take` ends at the last place behind a completion, where no token is kept: the larger one counts
+    # behind its completion a row's `take` repeats its last place with empty sets (0): the largest entry counts
     return found.scatter_reduce(1, take.unsqueeze(2).expand_as(tokens), tokens, "amax")
 
 

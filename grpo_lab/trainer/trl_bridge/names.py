@@ -303,7 +303,7 @@ def home_of(trainer: Any, method: str) -> str:
 def hf_runs_the_step() -> bool:
     """Return whether HF's ``training_step``, which calls the backward, is among the running calls. It is not if a user
     overrides it without ``super()``."""
-    from transformers import Trainer  # not at the top: scripts/check_upstream.py reads this file beside any release
+    from transformers import Trainer  # here, since scripts/check_upstream.py runs this file by itself
 
     code = inspect.unwrap(Trainer.training_step).__code__
     frame = inspect.currentframe()

@@ -185,7 +185,7 @@ def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tile
     """Make the calls of attention for a packed row of ``length`` tokens: first for prompts, then for completions with
     their prompts, each call with sequences of similar length."""
     prompts = [_Sequence(group.prompt, group.prompt) for group in groups]
-    # a completion sees its prompt and its own tokens, not the head, which stands in the prompt already
+    # a completion's tokens attend to its prompt and to each other, but not to the head, a copy of a prompt's token
     completions = [
         _Sequence(own, np.concatenate([group.prompt, own[1:]])) for group in groups for own in group.completions
     ]
@@ -244,7 +244,7 @@ def shared_log_probs(
     """
     inputs = {
         "input_ids": packed.input_ids, "position_ids": packed.position_ids, "shared_prompts": packed.seen,
-        # transformers passes on a mask of four dimensions; else it would make one of [S, S], which nobody reads
+        # a mask of four dimensions is passed on by transformers, which would else make a useless one of [S, S]
         "attention_mask": packed.input_ids.new_ones(1, 1, 1, 1),
     }  # fmt: skip
     output = score(accelerator, model, inputs, packed.scored, packed.targets.unsqueeze(0))
@@ -275,7 +275,7 @@ def shared_prompt_attention(
     flat = [part[0].transpose(0, 1).flatten(1) for part in (query, key, value)]  # [S, heads · d]
 
     def at(part: int, places: Tensor) -> Tensor:  # [m, heads, length, d]
-        taken = embedding(places, flat[part])  # as index_select, with a faster backward on a CPU
+        taken = embedding(places, flat[part])  # index_select with a faster backward on a CPU
         taken = taken.unflatten(2, (-1, (query, key, value)[part].size(3))).transpose(1, 2)
         return taken if part == 0 else repeat_kv(taken, repeats)
 

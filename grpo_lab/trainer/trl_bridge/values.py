@@ -69,7 +69,7 @@ def give_critic(model: Any, critic: nn.Module) -> None:
     policy.add_module(CRITIC, critic)
     fused = policy.forward
 
-    @functools.wraps(type(policy).forward)  # `generate` looks at the signature
+    @functools.wraps(type(policy).forward)  # `generate` inspects the signature
     def forward(self: Any, *args: Any, state_values: str | None = None, **kwargs: Any) -> Any:
         if state_values is None:
             return fused(*args, **kwargs)
@@ -78,7 +78,7 @@ def give_critic(model: Any, critic: nn.Module) -> None:
         def keep(_module: Any, _args: Any, output: Any) -> None:
             seen.append(output.last_hidden_state)
 
-        with self.base_model.register_forward_hook(keep, prepend=True):  # before hooks that pick places
+        with self.base_model.register_forward_hook(keep, prepend=True):  # before hooks that select scored positions
             output = fused(*args, **kwargs)
         if state_values == "detached":
             states = seen[0].detach()

@@ -61,7 +61,7 @@ class Varlen:
     def gathered(self, values: Tensor) -> Tensor:
         """Gather keys or values at ``keys``: ``[1, heads, S, d]`` → ``[1, heads, K, d]``."""
         flat = values[0].transpose(0, 1).flatten(1)
-        taken = embedding(self.keys, flat)  # as index_select, whose backward adds in no fixed order on a GPU
+        taken = embedding(self.keys, flat)  # unlike index_select's, its backward adds in a fixed order on a GPU
         return taken.unflatten(1, (-1, values.size(3))).transpose(0, 1).unsqueeze(0)
 
     @property
