@@ -90,19 +90,26 @@ def main_table(found: Found, target: float) -> str:
     rows = []
     for arm, runs in found.items():
         for one in runs:
-            own = times[arm][one["seed"]]
             seed = one["seed"]
-            sides = [times.get(side, {}).get(seed, math.inf) for side in TUNED]
-            rows.append([arm, str(seed), *told(one, target), ratio(sides[0], own), ratio(own, sides[1])])
+            own = times[arm][seed]
+            stock, ours = (times.get(side, {}).get(seed, math.inf) for side in TUNED)
+            rows.append([arm, str(seed), *told(one, target), ratio(stock, own), ratio(own, ours)])
         if len(runs) > 1:
             stock, ours, own = (mean_over(times.get(side, {}), times[arm]) for side in (*TUNED, arm))
-            points = [point for one in runs if (point := reached(one, target))]
-            first = [f"{fmean(point['step'] for point in points):.1f}", f"{own:.1f}"]
-            first = first if len(points) == len(runs) else ["never", "never"]
-            rest = [f"{fmean(map(final, runs)):.3f}", f"{fmean(map(whole, runs)):.1f}"]
-            rest += [f"{fmean(one['wall_seconds'] for one in runs):.1f}", ratio(stock, own), ratio(own, ours)]
-            rows.append([f"**{arm}**", "mean", *first, *rest])
+            rows.append([f"**{arm}**", "mean", *told_on_average(runs, target), ratio(stock, own), ratio(own, ours)])
     return markdown(heads, rows)
+
+
+def told_on_average(runs: list[Record], target: float) -> list[str]:
+    """Return the cells of `told` as means over the runs of an arm; steps and seconds only if all reach ``target``."""
+    points = [point for one in runs if (point := reached(one, target)) is not None]
+    steps = "never"
+    seconds = "never"
+    if len(points) == len(runs):
+        steps = f"{fmean(point['step'] for point in points):.1f}"
+        seconds = f"{fmean(point['seconds'] for point in points):.1f}"
+    wall = fmean(one["wall_seconds"] for one in runs)
+    return [steps, seconds, f"{fmean(map(final, runs)):.3f}", f"{fmean(map(whole, runs)):.1f}", f"{wall:.1f}"]
 
 
 def mean_over(times: Mapping[int, float], seeds: Iterable[int]) -> float:

@@ -51,7 +51,6 @@ ROWS: dict[str, list[str]] = {
     "mixed": ["trl==1.15.0", "transformers==5.17.0", "peft==0.21.2", "accelerate==1.13.0", "datasets==5.2.0"],
     "newest": ["trl==1.16.0"],
 }
-VLLM_LIMITS = ("transformers<5.18",)  # of the test engine alone; see scripts/constraints.txt
 
 
 @dataclass(frozen=True)

@@ -151,10 +151,8 @@ class StepWriter:
         asked = [[*one.ids, *state] for one, state in zip(questions, states, strict=True)]
         how: Any = {"n": n, "temperature": self.temperature, "max_new_tokens": self.most_of_a_step}
         groups = self._by_step(asked, **how, seed=self._next_seed())
-        return [
-            [(tuple(one.ids), self._ends(len(state), one)) for one in group]
-            for state, group in zip(states, groups, strict=True)
-        ]
+        pairs = zip(states, groups, strict=True)
+        return [[(tuple(one.ids), self._ends(len(state), one)) for one in group] for state, group in pairs]
 
     def rests(self, questions: Sequence[Question], states: Sequence[list[int]]) -> list[list[int]]:
         """Sample the rest of one solution from each state, step by step, and return its tokens."""
@@ -331,12 +329,14 @@ class Voting:
         self._visit(tree, end, answer_key(self.writer.text(end.tokens()), self.read))
 
     def _add(self, tree: SearchTree, text: str) -> None:
+        """Add a solution to those found, and count its answer."""
         if not tree.votes:
             tree.votes[answer_key(tree.found[0].text, self.read)] += 1  # the greedy one, not counted yet
         tree.votes[answer_key(text, self.read)] += 1
         tree.found.append(FoundSolution(text, tree.spent))
 
     def _visit(self, tree: SearchTree, node: Node, answer: str | None) -> None:
+        """Count a visit of ``node`` that led to ``answer``, and compute the values of all visits anew."""
         back_up(node, 0.0)
         tree.visited.append((node, answer))
         shares = {key: count / len(tree.found) for key, count in tree.votes.items()}

@@ -290,8 +290,7 @@ class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
             length = inputs["completion_mask"].shape[1] - 1
             # TRL's batch has the chosen answers in its first half, the rejected ones in its second
             policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
-            saved = self.precompute_ref_logps
-            if saved:
+            if self.precompute_ref_logps:
                 reference: Any = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
             else:
                 reference = others[0]
