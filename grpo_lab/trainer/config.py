@@ -141,6 +141,7 @@ class LabConfig(GRPOConfig):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the values to pickle or copy, without the parsed settings."""
         return {name: value for name, value in vars(self).items() if name != "_parsed"}
 
     def agree(self) -> None:

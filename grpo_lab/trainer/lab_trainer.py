@@ -273,6 +273,7 @@ class LabTrainer(trl_bridge.PlainNames, ComponentTrainer):
         return scored
 
     def _mode(self) -> str:
+        """Return the run's current mode: ``train`` or ``eval``."""
         if self.model.training:
             return "train"
         return "eval"

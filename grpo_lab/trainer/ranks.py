@@ -176,6 +176,7 @@ class RankWatch:
         self._why_no_store = "the launcher set no MASTER_ADDR and MASTER_PORT"
 
     def __enter__(self) -> RankWatch:
+        """Connect to the ranks' store, write this rank's first entry and start the thread."""
         if self.ranks == 1:
             return self
         self._thread_that_trains = threading.get_ident()
@@ -259,6 +260,7 @@ class RankWatch:
         return {"where": where, "waits": waits, "written": time.time()}
 
     def _write(self) -> None:
+        """Write this rank's entry into the store; once that fails, do without the store."""
         if self._store is not None:
             try:
                 self._store.set(key_of(self.rank), json.dumps(self._entry()))

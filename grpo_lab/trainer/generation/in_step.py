@@ -236,6 +236,8 @@ class ThinkingRollout:
         self.budget = budget
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        """Return token ids of prompts and completions, log-probs (None if the engine returns none) and ``env_mask``.
+        Raise ValueError if the prompts have images."""
         tokenized, images, multimodal = trainer._tokenize_prompts(prompts)
         if images is not None or multimodal:
             raise ValueError("`rollout.thinking_budget` handles text only, and these prompts have images")

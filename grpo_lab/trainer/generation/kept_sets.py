@@ -38,9 +38,9 @@ class KeptSets:
         self._tokens: list[list[int]] = []
 
     def taken(self, answer: Any) -> Any:
-        """Keep the sets of an engine's answer, and return the answer with the log-probs of the sampled tokens alone, as
-        TRL reads them. ``answer``: what ``VLLMGeneration.generate`` returns. Raise ValueError if it does not hold a
-        whole set at each place."""
+        """Store the kept set of every place in an engine's answer, and return the answer with the log-probs of the
+        sampled tokens alone, as TRL reads them. ``answer``: what ``VLLMGeneration.generate`` returns. Raise ValueError
+        if it does not hold a whole set at each place."""
         if not self.logprobs:
             return answer
         prompt_ids, completion_ids, logprobs, token_ids = answer

@@ -69,8 +69,8 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         """Return a context in which TRL's generation gets the completions that were requested one batch ago.
 
         On entry, wait for them. In the block TRL sends this step's weights, then asks for completions and gets those.
-        If the server is lost in between, they are lost, too, and the server that comes back is asked anew. On exit, log
-        the batch's staleness and the seconds waited.
+        If the server is lost in between, so are the completions, and the server that comes back generates new ones. On
+        exit, log the batch's staleness and the seconds waited.
         """
         trainer = self.trainer
         if not self.on or not trainer.model.training:

@@ -106,7 +106,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
     ``rollout.cut_after`` is not set. Every rank calls every method.
 
     Attributes:
-        cut: c, the most tokens of a segment; None if ``rollout.cut_after`` is not set.
+        cut: c, the most tokens that a completion gets in one turn; None if ``rollout.cut_after`` is not set.
         asked: prompts of the rows that this rank has in the engine at the moment; empty between two calls.
 
     Raises:
@@ -149,6 +149,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         self._after_step = state
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Keep the groups as of this step for checkpoints; those of a batch that is used up are dropped."""
         self._after_step = self._now
         if self.trainer.phase.at_end:
             self._after_step = replace(self._now, in_training=())
@@ -198,6 +199,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return [one.version for _, one in self._rows_of_this_rank()]
 
     def _rows_of_all(self) -> list[tuple[WaitingGroup, WaitingCompletion]]:
+        """Return all completions of the current generation batch, each with its group."""
         return [(group, one) for group in self._now.in_training for one in group.completions]
 
     def _rows_of_this_rank(self) -> list[tuple[WaitingGroup, WaitingCompletion]]:
@@ -375,7 +377,7 @@ _LOST = "the groups that wait are then lost, and as many prompts of the epoch ar
 
 
 def whole(groups: Groups) -> list[int]:
-    """Return the indices of the groups that are whole, the oldest first."""
+    """Return the indices of the groups of which every completion has ended, the oldest first."""
     return [place for place, group in enumerate(groups) if group.whole]
 
 

@@ -186,8 +186,8 @@ class PromptOrder:
 
 
 def outcomes(rows: Tensor, correct: Tensor) -> list[tuple[int, int, int]]:
-    """Return (row number, right completions, scorable completions) for each row of the data set, in ascending order.
-    ``rows`` and ``correct`` are as in ``PromptOrder.learn``."""
+    """Return (row number, right completions, scorable completions) for each row of the data set that has a scorable
+    completion, in ascending order. ``rows`` and ``correct`` are as in ``PromptOrder.learn``."""
     known = (rows >= 0) & ~correct.isnan().to(rows.device)
     found, place = torch.unique(rows[known], return_inverse=True)
     right = (correct.to(rows.device)[known] >= CORRECT_FROM).long()

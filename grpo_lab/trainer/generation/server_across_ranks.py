@@ -138,6 +138,7 @@ class KeptFailure:
         return self._tried(lambda: self._generate(prompts, arguments), dict(NOTHING))
 
     def _generate(self, prompts: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Generate by the client; if log-probs are not finite and ``on_fault`` returns, again without log-probs."""
         try:
             return self.client.generate(prompts, **arguments)
         except EngineFault as fault:

@@ -351,6 +351,7 @@ def refuse_unfit(trainer: GRPOTrainer) -> None:
 
 
 def _data_sets(trainer: GRPOTrainer) -> list[tuple[str, Any]]:
+    """Return the setting's name and the rows of each data set."""
     evaluated = trainer.eval_dataset
     if not isinstance(evaluated, dict):
         evaluated = {"": evaluated}

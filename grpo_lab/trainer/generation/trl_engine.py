@@ -59,10 +59,11 @@ DOUBTS = 3
 
 
 def engine_class(settings: RolloutSettings, args: Any) -> Any:
-    """Return a subclass of TRL's ``VLLMGeneration`` with our options and, if needed, our sync. ``args`` is the run's
-    configuration."""
+    """Return a subclass of TRL's ``VLLMGeneration`` for a run with the configuration ``args``."""
 
     class LabVLLMGeneration(trl_vllm.VLLMGeneration):  # type: ignore[misc]
+        """TRL's engine with our options, checks and syncs. In server mode ``server_return`` makes every exchange."""
+
         #: The trainer's hooks, set once the trainer is built (``hook_in``).
         hooks = EngineHooks()
         #: Writes versions of the LoRA adapter to files in shared memory; None unless the adapter is sent by itself.
@@ -93,9 +94,11 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             self.moved = moved  # bytes of the last complete pass
 
         def send(self) -> None:
+            """Send the weights once; a lost server is an error."""
             send(self, super().sync_weights)
 
         def sync_weights(self) -> None:
+            """Send the weights, to a server that comes back if one is lost, and clear a cache that may hold NaN."""
             if self.mode == "server":
                 self.server_return.sync(self.send)
                 return
@@ -105,6 +108,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             self.llm.faulty = False
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
+            """Generate as TRL does. Raise ``PromptTooLong`` for a prompt that fills the context."""
             prompts = args[0] if args else kwargs["prompts"]
             if self.mode == "server":
                 stock = functools.partial(super().generate, *args, **kwargs)
@@ -321,6 +325,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
             model.train(was_training)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Warn if syncs are proven never or rarely."""
         every = self.settings.verify_every
         if every == 0 or every > MANY_STEPS:
             if every == 0:
@@ -334,6 +339,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
             )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Warn, and have the next sync proven, if the logged difference in log-probs is more than rounding explains."""
         trainer = self.trainer
         if self.settings.earlier_policy:  # completions are an earlier policy's: the difference shows how far it is
             return

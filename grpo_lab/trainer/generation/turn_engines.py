@@ -95,6 +95,8 @@ class ColocatedTurns:
         ]
 
     def _turn(self, output: Any) -> TurnTokens:
+        """Return a finished request's turn, with None for a log-prob that is NaN. The engine checks log-probs first:
+        without a guard one that is not finite raises ``EngineFault``."""
         self.llm.checked([output])
         made = of_engine(output.outputs[0])
         logprobs: list[float | None] | None = None
@@ -213,6 +215,7 @@ class ServerTurns:
         return made
 
     def _turn(self, answer: Future[Any], key: int, ids: list[int], room: int) -> tuple[int, TurnTokens]:
+        """Return the request's key and its turn, generated again without log-probs if one was not finite."""
         try:
             tokens, logprobs = answer.result()
         except EngineFault as fault:

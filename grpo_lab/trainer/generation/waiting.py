@@ -92,6 +92,7 @@ class WaitingGroup:
 
     @property
     def whole(self) -> bool:
+        """Return whether every completion has ended."""
         return all(one.whole for one in self.completions)
 
 

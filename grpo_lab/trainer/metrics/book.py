@@ -267,6 +267,7 @@ class TrlBook(MetricBook):
         return (self._per_place(name, left_out.tokens, left_out.origin) == 0) * self.empty
 
     def _settle(self, name: str, pairs: Tensor) -> None:
+        """Add the means of pairs ``[K, 2]``, each with a count of 1; a pair without a count is left out."""
         seen = pairs[:, 1] > 0
         ratios = torch.where(seen, pairs[:, 0] / pairs[:, 1].clamp(min=self.empty), pairs[:, 0])
         super()._settle(name, torch.stack([ratios, seen.float()], dim=1))

@@ -94,6 +94,7 @@ class Profile(TrainerCallback):  # type: ignore[misc]
         self._counting = ExitStack()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin to measure after the first step: mark backward and optimizer, and count the time at each place."""
         if self.steps == 0:
             accelerator = self.trainer.accelerator
             optimizer = self.trainer.optimizer

@@ -83,6 +83,7 @@ class HealthLine(TrainerCallback):  # type: ignore[misc]
         self._since = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
+        """Judge the run from its log so far, on the main process, and log the verdict if it is due."""
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
         optimizer = more.get("optimizer")

@@ -73,6 +73,7 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
         self._taken = not self.trainer.accelerator.optimizer_step_was_skipped  # the guard resets this flag later
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write the sums of all ranks as a line, if the step was taken and all are finite; begin anew."""
         sums = self._sums
         self._sums = None
         if sums is None:

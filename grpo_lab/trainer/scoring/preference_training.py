@@ -115,6 +115,7 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
         return {"trained": self.trained, "pairs": len(self.pairs)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin with the start model and its comparisons, unless the training resumes after some steps."""
         if self.reward is not None and self.kept and state.global_step == 0:
             self.reward.restart(self.start)
             self.pairs = self.reward.earlier()

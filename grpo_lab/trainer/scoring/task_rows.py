@@ -46,7 +46,8 @@ def mark_tasks(trainer: StepPort, table: RewardTable, batch: dict[str, Any]) -> 
 
 
 def _shares(tasks: Tensor, amounts: Tensor) -> Tensor:
-    """Return, float32 ``[N]``, the share that all rows of a row's task have in the sum of ``amounts`` ``[N]``."""
+    """Return for each row, float32 ``[N]``, the fraction of the sum of ``amounts`` ``[N]`` that belongs to the rows of
+    the same task."""
     of_task = torch.zeros(int(tasks.max()) + 1, dtype=amounts.dtype, device=amounts.device)
     of_task = of_task.index_add(0, tasks, amounts)
     return (of_task / of_task.sum().clamp(min=1))[tasks].float()
