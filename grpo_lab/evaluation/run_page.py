@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +16,7 @@ from grpo_lab.evaluation.page import Card, Page, Section, Table, about, choose_s
 from grpo_lab.evaluation.panels import CURVES, EVALUATIONS, WEIGHTS, panel_figures, unit_of, weight_figures
 from grpo_lab.evaluation.pipeline_sections import open_questions, pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
+from grpo_lab.evaluation.rounds_sections import accuracy_limits, rounds_sections
 from grpo_lab.evaluation.run_record import (
     CURATION,
     EVALUATION,
@@ -31,7 +32,7 @@ from grpo_lab.evaluation.run_record import (
     windows,
 )
 from grpo_lab.evaluation.sweep import read_sweep, sweep_sections
-from grpo_lab.evaluation.terminal import NOT_RECORDED, comparison_rows, describe_sampling
+from grpo_lab.evaluation.terminal import comparison_rows, describe_sampling
 from grpo_lab.reading import read_record
 
 _WORKING = (
@@ -280,31 +281,6 @@ def _metrics_section(record: RunRecord) -> Section:
     return Section("Metrics", table=Table(head, rows, packed=True), foot=foot, folded=folded)
 
 
-Lines = Sequence[Mapping[str, float]]
-
-ACCURACY = "{accuracy:.1%} [{accuracy_low:.1%}, {accuracy_high:.1%}]"
-COLUMNS = [
-    ("", "round {round:.0f}"),
-    ("held-out accuracy", ACCURACY),
-    ("length", "{length:.1f}"),
-    ("questions", "{questions:,.0f}"),
-    ("samples", "{samples:,.0f}"),
-    ("right", "{right_share:.1%}"),
-    ("kept", "{kept_share:.1%}"),
-    ("ways a solved problem", "{ways:.2f}"),
-    ("rows (gold)", "{rows:,.0f} ({gold:,.0f})"),
-    ("steps", "{steps:,.0f}"),
-    ("tokens generated", "{tokens:,.0f}"),
-    ("sample length", "{sample_length:.1f}"),
-    ("w(θ), first → last", "{weight_first:.3f} → {weight_last:.3f}"),
-]
-"""Columns of the table: heading, and function that writes a cell. A missing number is written as a dash."""
-_ROUNDS_FOOT = (
-    "Round 0 is the start model. Right: of the samples that could be scored. Kept: own rows (pairs) over samples. "
-    "Ways: right answers that differ. Lengths in tokens. The same lines, unrounded: rounds.jsonl."
-)
-
-
 def rounds_page(record: RunRecord) -> Page:
     """Make the page of rounds, from `rounds.jsonl`, `run.json` and the evaluations of the start and the last model."""
     run = record.summary
@@ -319,8 +295,7 @@ def rounds_page(record: RunRecord) -> Page:
         cards=_rounds_cards(record),
         notices=notices_of(record),
         sections=[
-            Section("Curves", figures=rounds_figures(lines)),
-            Section("Rounds", table=rounds_table(lines), foot=_ROUNDS_FOOT),
+            *rounds_sections(lines),
             *evaluation_sections(record),
             settings_section({name: _said(one) if isinstance(one, Mapping) else one for name, one in shown.items()}),
         ],
@@ -340,60 +315,8 @@ def _rounds_cards(record: RunRecord) -> list[Card]:
     lines = record.rounds
     cards = accuracy_cards(record)
     for line in [] if cards else [line for line in lines if "accuracy" in line]:
-        note = "95% interval {:.1f} – {:.1f}".format(*(100 * limit for limit in _limits(line)))
+        note = "95% interval {:.1f} – {:.1f}".format(*(100 * limit for limit in accuracy_limits(line)))
         cards.append(Card(f"Accuracy, round {line['round']:.0f}", f"{100 * line['accuracy']:.1f}", "%", note))
     if lines and "tokens_total" in lines[-1]:
         cards.append(Card("Tokens generated", f"{lines[-1]['tokens_total']:,.0f}"))
     return cards
-
-
-def rounds_table(lines: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str]] = COLUMNS) -> Table:
-    """Make a table with one row a round; columns that no round has a number for are left out."""
-
-    def cell(how: str, line: Mapping[str, Any]) -> str:
-        try:
-            return how.format(**line)
-        except (KeyError, TypeError):  # not there, or None
-            return NOT_RECORDED
-
-    rows = [[cell(how, line) for _, how in columns] for line in lines]
-    kept = [place for place in range(len(columns)) if any(row[place] != NOT_RECORDED for row in rows)]
-    return Table([columns[place][0] for place in kept], [[row[place] for place in kept] for row in rows], packed=True)
-
-
-def rounds_figures(lines: Lines) -> list[Figure]:
-    """Draw accuracy over rounds, accuracy over tokens, shares, lengths, and for pairs the weight w(θ)."""
-
-    def drawn(title: str, meaning: str, unit: str, *series: Line, over: str = "round", **shape: Any) -> Figure | None:
-        return figure(title, meaning, series, unit, x_unit=over, from_zero=True, **shape)
-
-    def series(key: str, label: str, over: str = "round") -> Line:
-        found = [line for line in lines if key in line and over in line]
-        bars = []
-        if key == "accuracy":
-            bars = [_limits(line) for line in found]
-        return Line(label, [(line[over], line[key]) for line in found], bars, markers=True)
-
-    accuracy = "share of problems correct"
-    tokens = "tokens generated"
-    greedy = "held-out, greedy"
-    note = "With its 95% interval; round 0 is the start model."
-    samples = series("right_share", "samples that are right"), series("kept_share", "samples that are kept")
-    kept_note = "Kept: after one for each way of solving, and at most k a problem."
-    sizes = series("sample_length", "samples"), series("length", "held-out answers")
-    weights = series("weight_first", "first log of the round"), series("weight_last", "last log")
-    weight_note = "1: the implicit reward has it wrong; ½: undecided; 0: learned."
-    cost = "What the gain cost in samples."
-    spent = series("accuracy", greedy, "tokens_total")
-    found = [
-        drawn("Held-out accuracy", note, accuracy, series("accuracy", greedy), share=True),
-        drawn("Accuracy over generated tokens", cost, accuracy, spent, over=tokens, share=True),
-        drawn("What the model's own samples gave", kept_note, "share of samples", *samples, share=True),
-        drawn("Length", "Of answers with their end.", "tokens per completion", *sizes),
-        drawn("Weight of a pair, w(θ)", weight_note, "mean over pairs", *weights),
-    ]
-    return [one for one in found if one]
-
-
-def _limits(line: Mapping[str, float]) -> tuple[float, float]:
-    return line.get("accuracy_low", line["accuracy"]), line.get("accuracy_high", line["accuracy"])

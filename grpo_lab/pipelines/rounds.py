@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.evaluation import write_report
-from grpo_lab.evaluation.run_page import COLUMNS, rounds_table
+from grpo_lab.evaluation.rounds_sections import COLUMNS, rounds_table
 from grpo_lab.evaluation.terminal import print_table
 from grpo_lab.io import saving, write_json_lines
 from grpo_lab.pipelines.rounds_recipe import RoundsRecipe, questions_of, seed_of, stages_in_words

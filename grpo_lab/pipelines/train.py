@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from grpo_lab.evaluation import EvaluationResult, terminal_summary
-from grpo_lab.evaluation.measure import Blocks
+from grpo_lab.evaluation.blocks import Blocks
 from grpo_lab.evaluation.run_page import page_of
 from grpo_lab.evaluation.run_record import DONE, last_verdict, left_out, read_run
 from grpo_lab.io import saving

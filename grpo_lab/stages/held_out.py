@@ -14,8 +14,8 @@ from grpo_lab.engines.generators import render_prompt
 from grpo_lab.engines.thinking_budget import BudgetedGenerator, ThinkingBudget
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
+from grpo_lab.evaluation.blocks import KEPT, Blocks, rank_and_ranks
 from grpo_lab.evaluation.in_turns import TurnGenerator
-from grpo_lab.evaluation.measure import KEPT, Blocks, rank_and_ranks
 from grpo_lab.evaluation.result import mean
 from grpo_lab.evaluation.sweep import AGAINST, Measured, compared, write_sweep
 from grpo_lab.recipe import build

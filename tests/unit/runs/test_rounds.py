@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from grpo_lab.evaluation.run_page import rounds_figures as figures
-from grpo_lab.evaluation.run_page import rounds_page, rounds_table
+from grpo_lab.evaluation.rounds_sections import rounds_figures as figures
+from grpo_lab.evaluation.rounds_sections import rounds_table
+from grpo_lab.evaluation.run_page import rounds_page
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.io import write_json, write_json_lines
 from grpo_lab.pipelines.rounds import ROUNDS as COMMAND
