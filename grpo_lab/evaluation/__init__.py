@@ -35,7 +35,8 @@ _EARLIER_NAMES = {"Sampler": CompletionGenerator, "TransformersSampler": Transfo
 
 
 def __getattr__(name: str) -> Any:
-    """Return the generators that replaced ``Sampler`` and ``TransformersSampler``, their deprecated names."""
+    """Return the generator class that replaced ``Sampler`` or ``TransformersSampler``, with a DeprecationWarning.
+    Raises AttributeError for any other name."""
     if name not in _EARLIER_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     kind = _EARLIER_NAMES[name]

@@ -16,11 +16,12 @@ from grpo_lab.reading import json_lines
 from grpo_lab.visible import encodable
 
 KEPT = "answers.{}.jsonl"
-"""File of a rank's finished blocks, which it keeps until the result is written."""
+"""Name of the file with a rank's finished blocks; it is kept until the result is written."""
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """Return this rank and the number of ranks, as the launcher has numbered them; select this rank's device, too."""
+    """Return this process's rank and the number of ranks, as the launcher numbers them. With several, accelerate
+    selects this rank's device."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0, 1
     from accelerate import PartialState
@@ -30,10 +31,17 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 class Blocks:
-    """The blocks of an evaluation. Blocks that the same model saved for the same rows and settings are not made again.
+    """The blocks of an evaluation: portions of its prompts, which ranks share and save to disk.
 
-    size: completions answered at once; 0: all, by this process alone. folder: where finished blocks are saved; None:
-    nowhere. identity: of the model. in_step: ranks generate together, so one without a block makes an empty call.
+    An evaluation calls `begin`, then for each pass `left`, and `keep` for each block of it, and `outcomes` at the end
+    of the pass. A block that was saved for the same model, rows and settings is read and not made again.
+
+    Args:
+        size: completions of a block; 0: one block has all prompts, and each process makes it alone.
+        folder: where finished blocks are saved; None: nowhere.
+        identity: what tells the model from others, anything that JSON can hold.
+        in_step: ranks must call the generator equally often, as with weights that are sharded over them. A rank without
+            a block in the last turn then makes an empty call.
     """
 
     def __init__(self, size: int = 0, folder: Path | None = None, identity: Any = None, in_step: bool = False) -> None:
@@ -44,7 +52,8 @@ class Blocks:
         self.rank, self.ranks = rank_and_ranks() if size else (0, 1)
 
     def begin(self, settings: Mapping[str, Any], asked: Sequence[Any]) -> None:
-        """Read the saved blocks of this evaluation. ``asked``: the problems, each with its `prompt`."""
+        """Begin an evaluation with these ``settings``: read its saved blocks, and exchange them with the other ranks.
+        ``asked``: the problems, each with its `prompt`."""
         follows = json.dumps([self.identity, settings, asked], sort_keys=True, default=str)
         self.digest = hashlib.sha256(follows.encode()).hexdigest()
         self.asked = asked
@@ -54,8 +63,17 @@ class Blocks:
         self._exchange()
 
     def left(self, kind: Kind, n: int, progress: bool) -> Iterator[tuple[str, int, list[Any]]]:
-        """Yield this rank's remaining blocks: name, number of the first problem, problems. The longest prompts come
-        first: too large a batch fails at once, and not after an hour."""
+        """Yield the blocks of a pass that this rank has to make: name, number of the first problem in the block's
+        order, problems.
+
+        The longest prompts come first, so that a batch that is too large fails at once and not after an hour. An empty
+        call (``in_step``) has no name and no problems.
+
+        Args:
+            kind: the pass.
+            n: completions of a problem.
+            progress: show a progress bar, on the first rank.
+        """
         from tqdm.auto import tqdm
 
         order = sorted(range(len(self.asked)), key=lambda place: -len(self.asked[place].prompt.ids))
@@ -69,7 +87,7 @@ class Blocks:
             yield "", 0, []
 
     def keep(self, name: str, found: list[Outcome], whole: bool) -> None:
-        """Record a block's outcomes; save them to disk if the block is ``whole``."""
+        """Keep a block's outcomes, and save them to disk if the block is ``whole``."""
         if name:
             self.found[name] = found
         if name and whole and self.folder is not None:
@@ -78,20 +96,23 @@ class Blocks:
             append_json_line(self.folder / KEPT.format(self.rank), row)
 
     def outcomes(self, kind: Kind, of_all: bool = True) -> list[Outcome]:
-        """Return the outcomes so far, in the rows' order; ``of_all``: wait for all ranks, and return theirs too."""
+        """Return the outcomes of a pass so far, in the order of the rows. ``of_all``: wait for all ranks, and include
+        theirs."""
         if of_all:
             self._exchange()
         every = [one for name, block in self.found.items() if name.startswith(f"{kind} ") for one in block]
         return sorted(every, key=lambda one: (one.problem, one.sample))
 
     def _exchange(self) -> None:
+        """Give all ranks the blocks of each."""
         if self.ranks > 1:
             from accelerate.utils import gather_object
 
             self.found = {name: one for of_rank in gather_object([self.found]) for name, one in of_rank.items()}
 
     def _read(self, file: Path) -> None:
-        """Read the whole blocks of this evaluation from a file; skip half a line, and blocks of another evaluation."""
+        """Read this evaluation's blocks from a file. A line that was cut off, or a block of another evaluation, is
+        skipped."""
         for number, row in json_lines(file):
             if isinstance(row, dict) and row.get("of") == self.digest and isinstance(row.get("outcomes"), list):
                 block = [read_outcome(one, f"{file}, line {number}: not an outcome:") for one in row["outcomes"]]

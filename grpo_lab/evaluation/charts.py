@@ -1,4 +1,8 @@
-"""Charts: compute the pixel coordinates of series. The markup, which escapes all text, is in `figure.html.j2`."""
+"""Charts: compute the pixel coordinates of series.
+
+`draw` turns lines of (x, y) into numbers and texts. The template `figure.html.j2` makes SVG of them and escapes every
+text.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,13 @@ LEFT = 50.0
 RIGHT = 14.0
 TOP = 14.0
 BOTTOM = 42.0
-SECOND_AXIS = 26.0  # added to the right margin where it holds one
-SMOOTH_FROM = 20  # points; shorter series are drawn as they are
+"""Pixels: size of a chart, and its margins."""
+SECOND_AXIS = 26.0
+"""Pixels added to the right margin of a chart with a right axis."""
+SMOOTH_FROM = 20
+"""Number of points from which on a series is smoothed."""
 _MOST_POINTS = 300
+"""Number of points that a path has at most, about."""
 
 # Okabe & Ito's colour-blind-safe palette; the dash tells lines apart without any colour at all.
 STYLES = [
@@ -27,7 +35,14 @@ STYLES = [
 
 
 class Line(NamedTuple):
-    """A named series. ``errors``: (low, high) at each point, drawn as bars; ``markers``: show the points."""
+    """A named series of a chart.
+
+    Attributes:
+        label: its name in the legend.
+        points: (x, y), by rising x.
+        errors: (low, high) of the error bar at each point; empty: no bars.
+        markers: draw a dot at every point, however many there are.
+    """
 
     label: str
     points: Points
@@ -36,14 +51,14 @@ class Line(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """A mark on an axis: its place in pixels and its label."""
+    """A mark on an axis: its coordinate in pixels and its label."""
 
     at: float
     text: str
 
 
 class Figure(NamedTuple):
-    """A chart made by `draw`, with its title and what to look for in it."""
+    """A chart made by `draw`, its title, and a sentence on what to look for in it (``meaning``)."""
 
     title: str
     meaning: str
@@ -51,7 +66,8 @@ class Figure(NamedTuple):
 
 
 def figure(title: str, meaning: str, lines: Sequence[Line], unit: str, **shape: Any) -> Figure | None:
-    """Draw ``lines`` (see `draw`) as a figure; None if none of them has a point."""
+    """Draw those ``lines`` that have points as a figure; return None if none has. ``shape``: further arguments of
+    `draw`."""
     if any(line.points for line in lines):
         return Figure(title, meaning, draw(lines, unit=unit, **shape))
     return None
@@ -68,8 +84,21 @@ def draw(
     right_unit: str = "",
     x_unit: str = "optimizer step",
 ) -> SimpleNamespace:
-    """Draw ``lines``, one of which must have a point, over an x axis named ``x_unit``. ``right``: lines with a y axis
-    of their own at the right, from 0. share: values in [0, 1], shown in per cent. rule: a labelled level."""
+    """Compute everything that the template needs to draw a chart.
+
+    Args:
+        lines: the series on the left axis; one of them must have a point, and those without points are left out.
+        unit: unit of the left axis.
+        share: the left axis shows values in [0, 1], written in per cent, and begins at 0.
+        from_zero: the left axis begins at 0, unless a value is negative.
+        rule: (value, label) of a horizontal line; it is left out if the axis does not reach it.
+        right: series on an axis of their own on the right, which begins at 0, unless a value is negative.
+        right_unit: unit of the right axis.
+        x_unit: label of the x axis.
+
+    Returns:
+        SimpleNamespace of lines, ticks and texts. Coordinates are pixels of a picture of ``WIDTH`` × ``HEIGHT``.
+    """
     lines, right = ([line for line in some if line.points] for some in (lines, right))
     every = [*lines, *right]
     show = _percent if share else _plain
@@ -133,8 +162,15 @@ def _draw_line(
     show: Callable[[float], str],
     over: str,
 ) -> SimpleNamespace:
-    """Convert a line to pixels: SVG paths (`raw`, `smooth`), labelled dots, error bars; first and last value in
-    words."""
+    """Convert a line to pixels: SVG paths of the logged values (``raw``; empty if they are not smoothed) and of their
+    moving average (``smooth``), labelled dots, error bars, and the first and last value of the average as text.
+
+    Args:
+        style: colour and dash.
+        x, y: functions from a value to its pixel.
+        show: function from a value to its text.
+        over: what the label of a dot calls x.
+    """
     smoothed = smooth(line.points)
     lone = len(line.points) < SMOOTH_FROM or line.markers
     return SimpleNamespace(
@@ -151,14 +187,16 @@ def _draw_line(
 
 
 def smoothing_window(points: int) -> int:
-    """Return how many logged steps the moving average covers; 1: no smoothing."""
+    """Return how many logged steps the moving average of a series of ``points`` values covers, an odd number; 1 means
+    no smoothing."""
     if points >= SMOOTH_FROM:
         return 2 * max(1, round(points / 40)) + 1
     return 1
 
 
 def smooth(points: Points) -> list[tuple[float, float]]:
-    """Compute the centred moving average, which keeps a bend where it happened; near the ends the window is cut off."""
+    """Compute the moving average of the points. Its window is centred, so that a bend stays at its step, and shorter
+    near the ends."""
     reach = smoothing_window(len(points)) // 2
     sums = [0.0, *accumulate(y for _, y in points)]
     averaged = []
@@ -170,7 +208,8 @@ def smooth(points: Points) -> list[tuple[float, float]]:
 
 
 def envelope(points: Points) -> list[tuple[float, float]]:
-    """Thin points out to about _MOST_POINTS without losing a peak: keep the lowest and the highest of each stretch."""
+    """Thin the points out to about ``_MOST_POINTS`` without losing a peak, by keeping the lowest and the highest of
+    each stretch."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / _MOST_POINTS)
@@ -182,13 +221,16 @@ def envelope(points: Points) -> list[tuple[float, float]]:
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:
-    """Return every n-th point, about _MOST_POINTS in all, and the last."""
+    """Return every n-th point, so that about ``_MOST_POINTS`` remain, and the last one."""
     every = math.ceil(len(points) / _MOST_POINTS)
     return [*points[:-1:every], points[-1]]
 
 
 def nice_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Return round numbers (1, 2, 2.5 or 5 × 10^m apart) that cover [low, high] with about ``about`` gaps."""
+    """Return round numbers that cover [low, high]: multiples of 1, 2, 2.5 or 5 × 10^m with about ``about`` gaps.
+
+    ``whole``: they are at least 1 apart. If the range is empty or not finite, ``low`` is the only tick.
+    """
     span = high - low
     if not (math.isfinite(span) and span > 0):
         return [low]
@@ -202,10 +244,12 @@ def nice_ticks(low: float, high: float, about: int, whole: bool = False) -> list
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Return the linear function that maps [low, high] to the pixels [start, end], rounded to a tenth."""
     return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
 
 
 def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    """Return the points as an SVG path."""
     return "M" + "L".join(f"{x(a):g} {y(b):g}" for a, b in points)
 
 
@@ -214,6 +258,7 @@ def _percent(value: float) -> str:
 
 
 def _plain(value: float) -> str:
+    """Format a number in few characters: `0.123`, `1234`, `12.3k`, `1.2e-5`."""
     size = abs(value)
     if size >= 1e6 or 0 < size < 1e-4:
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")

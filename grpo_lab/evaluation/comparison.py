@@ -1,7 +1,9 @@
 """Two or more runs side by side: what was set differently, what came out, a paired test on the held-out problems.
 
-A test needs the same problems, judged alike. Problems are recognised by question and gold answer, not by their place;
-where two runs share none, or were judged by different rewards, no test is made and the reason is given instead.
+`compare` reads the runs and makes a `Comparison`; `print_comparison` and `write_comparison` show it. A paired test
+needs answers to the same problems, judged alike. Problems are recognised by question and gold answer, not by their
+place in the data. If two runs share no problem, or were judged by different rewards, no test is made, and the reason is
+given.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from grpo_lab.reading import parse_json
 MOST_RUNS = 8
 """Largest number of runs that a chart can tell apart."""
 _JUDGING = ("judge", "mode", "reward")
+"""Settings of an evaluation that must agree for a paired test."""
 _CONDITIONS = ("template", "max_new_tokens", "n_samples", "temperature", "limit")
+"""Settings of an evaluation that are named in a note if they differ."""
 _NOT_SETTINGS = (
     "name", "fingerprint", "seconds", "finished", "started", "expected", "versions", "parameters", "left",
 )  # fmt: skip
@@ -41,18 +45,25 @@ _TESTS = (
     "test, two-sided."
 )
 _ON_TERMINAL = ("greedy accuracy before", "greedy accuracy", "tokens, mean", "thinking, mean", "truncated")
-"""Results that fit on a terminal, beside the measures."""
+"""Rows of `result_rows` that are printed on a terminal, beside the measures; all of them would not fit."""
 MARK = "grpo_lab comparison"
+"""Name of the tag by which a page is known as a comparison. Its content lists the folders of the runs."""
 _RUNS = re.compile(rf'<meta name="{MARK}" content="(\[[^"]*)">')
 
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Test of ``name`` against ``against``, on the problems that both answered and that could be scored.
+    """Test of one run against another, on the problems that both answered and that could be scored.
 
-    difference: share of ``name`` minus that of ``against``, 95% interval; None: no test was made, for the reason
-    ``why_not``. gained, lost: how many problems only ``name``, or only ``against``, solved. p_value: McNemar's exact
-    test, two-sided.
+    Attributes:
+        name: the tested run.
+        against: the run that it is compared with.
+        difference: share of problems that ``name`` solved less that of ``against``, with its 95% interval; None: no
+            test was made.
+        gained: number of problems that only ``name`` solved.
+        lost: number of problems that only ``against`` solved.
+        p_value: two-sided p of McNemar's exact test; None: no test was made.
+        why_not: the reason why no test was made; empty if there is one.
     """
 
     name: str
@@ -66,8 +77,14 @@ class PairedTest:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs side by side; the first is the baseline. ``differing``: (setting, its value in each run). ``tests``: of each
-    other run against the baseline."""
+    """Runs side by side.
+
+    Attributes:
+        runs: the runs; the first is the baseline.
+        differing: each setting that differs between runs, and its value in each run.
+        tests: the test of each other run against the baseline, in the order of the runs.
+        notes: sentences that a reader has to know before believing the numbers.
+    """
 
     runs: list[RunRecord]
     differing: list[tuple[str, list[Any]]]
@@ -81,7 +98,8 @@ def compare(folders: Sequence[str | Path], stages: StagesOf = as_left) -> Compar
     ``stages``: a function that returns the current stages of a pipeline's folder.
 
     Raises:
-        ValueError: fewer than two, more than ``MOST_RUNS``, one named twice, or a folder with nothing of a run in it.
+        ValueError: there are fewer than two folders or more than ``MOST_RUNS``, one is named twice, or one holds
+            nothing of a run.
     """
     paths = [Path(folder) for folder in folders]
     if not 2 <= len(paths) <= MOST_RUNS:
@@ -103,7 +121,8 @@ def compare(folders: Sequence[str | Path], stages: StagesOf = as_left) -> Compar
 
 
 def paired_test(run: RunRecord, baseline: RunRecord) -> PairedTest:
-    """Test ``run`` against ``baseline`` on the greedy answers to the problems that they share."""
+    """Test ``run`` against ``baseline`` on the greedy answers to the problems that both have. If no test can be made,
+    the result has the reason."""
     new = run.after
     old = baseline.after
     missing = [one.name for one, result in ((baseline, old), (run, new)) if result is None or not result.greedy]
@@ -123,16 +142,18 @@ def paired_test(run: RunRecord, baseline: RunRecord) -> PairedTest:
 
 
 def _different(old: EvaluationResult, new: EvaluationResult, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the settings among ``keys`` that two evaluations both have and that differ, with both values in words."""
+    """Yield (setting, both values in words) for each of ``keys`` that both evaluations have and that differs; the value
+    of ``new`` comes first."""
     for key in keys:
         if key in old.settings and key in new.settings and old.settings[key] != new.settings[key]:
             yield key, f"{text_of('', new.settings[key])} and {text_of('', old.settings[key])}"
 
 
 def shared_problems(old: EvaluationResult, new: EvaluationResult) -> list[tuple[Outcome, Outcome]]:
-    """Pair the scorable greedy answers of both to the same question with the same gold, in the order of ``old``.
+    """Return pairs (old, new) of scorable greedy answers to the same question with the same gold, in the order of
+    ``old``.
 
-    If a problem is in the rows several times, the first is paired with the first, the second with the second.
+    If the rows hold a problem several times, its first answers are paired, then its second ones.
     """
     waiting: dict[tuple[str, str | None], list[Outcome]] = {}
     for outcome in new.greedy:
@@ -147,7 +168,8 @@ def shared_problems(old: EvaluationResult, new: EvaluationResult) -> list[tuple[
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
-    """Name the runs by their own names; if two are equal, by their folders' names; if those are too, by whole paths."""
+    """Return a name for each run: its own, or its folder's name if two own names are equal, or its whole path if two
+    folders' names are equal too."""
     folders = [record.folder.resolve() for record in records]
     own = [str(record.summary.get("name") or folder.name) for record, folder in zip(records, folders, strict=True)]
     for names in (own, [folder.name for folder in folders]):
@@ -157,7 +179,8 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """Return the settings of run.json (nested: dotted names) that differ between runs; None for a run without one."""
+    """Return the settings of `run.json` that differ between runs, with the value in each; None for a run without it.
+    Nested ones have dotted names."""
     kept = [{name: one for name, one in run.summary.items() if name not in _NOT_SETTINGS} for run in records]
     settings = [{name: one for name, one in flat(some) if one != {}} for some in kept]
     found = []
@@ -169,7 +192,8 @@ def _differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 
 
 def _notes(runs: Sequence[RunRecord], tests: Sequence[PairedTest]) -> list[str]:
-    """Return what a reader has to know before believing the tables."""
+    """List what a reader has to know before believing the tables: what could not be read, what the evaluations do not
+    cover, and what each test rests on."""
     notes = [f"{run.name}: {notice}" for run in runs for notice in run.notices]
     notes += [f"{run.name}: {gap}" for run in runs if run.after for gap in run.after.gaps]
     notes += [f"{test.name} and {test.against}: no paired test ({test.why_not})" for test in tests if test.why_not]
@@ -193,7 +217,11 @@ def _notes(runs: Sequence[RunRecord], tests: Sequence[PairedTest]) -> list[str]:
 
 
 def write_comparison(found: Comparison, path: str | Path) -> Path:
-    """Write the page. Raises ValueError if ``path`` is a file that is no comparison, or cannot be written to."""
+    """Write the page of a comparison to ``path``; return the path.
+
+    Raises:
+        ValueError: ``path`` is a folder, or a file that is no comparison, or it cannot be written.
+    """
     path = Path(path)
     if path.is_dir():
         page = str(path / "comparison.html")
@@ -205,8 +233,11 @@ def write_comparison(found: Comparison, path: str | Path) -> Path:
 
 
 def rewrite_comparison(path: Path, stages: StagesOf = as_left) -> Path:
-    """Make the page in ``path`` again from what its runs hold now; ``stages`` as in ``compare``. Raises ValueError if
-    it is no comparison, or a run is gone."""
+    """Make the page in ``path`` again from what its runs hold now; return the path. ``stages``: as in `compare`.
+
+    Raises:
+        ValueError: the file is no comparison, its list of runs is damaged, or a run is gone.
+    """
     marked = _RUNS.search(path.read_text(encoding="utf-8", errors="replace"))
     if marked is None:
         raise ValueError(f"{str(path)!r} is a file and no comparison of runs; it was left as it is")
@@ -218,7 +249,8 @@ def rewrite_comparison(path: Path, stages: StagesOf = as_left) -> Path:
 
 
 def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
-    """Make the page. ``folders``: those of the runs, relative to the page's own folder."""
+    """Make the page of a comparison. ``folders``: the runs' folders, relative to that of the page, from which the page
+    can be made again."""
     names = [run.name for run in found.runs]
     differing = [
         (name, *(NOT_RECORDED if one is None else text_of(name, one) for one in values))
@@ -251,13 +283,13 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
 
 
 def tests_table(tests: Sequence[PairedTest]) -> Table:
-    """Make a table with one row a test."""
+    """Make a table with a row for each test."""
     head = ["greedy answers to the same problems", "difference", "right only here", "right only there", "p"]
     return Table(head, [(f"{one.name} − {one.against}", *filter(None, test_cells(one))) for one in tests])
 
 
 def print_comparison(found: Comparison, console: Terminal | None = None) -> None:
-    """Print results, tests and notes on a terminal; plain lines are not wrapped."""
+    """Print results, tests and notes. Lines outside the table are not wrapped, so that they can be searched for."""
     console = console or Terminal()
     measures = {name for run in found.runs if run.after for name in run.after.numbers["measures"]}
     rows = [row for row in result_rows(found) if row[0] in {*_ON_TERMINAL, *measures}]
@@ -274,7 +306,8 @@ def print_comparison(found: Comparison, console: Terminal | None = None) -> None
 
 
 def test_cells(test: PairedTest) -> tuple[str, str, str, str]:
-    """Return a test as texts: difference in points with its interval, right only here, right only there, p."""
+    """Return a test as four texts: difference in points with its interval, problems solved only by the first, problems
+    solved only by the second, p. Without a test the first says why, and the others are empty."""
     if test.difference is None or test.p_value is None:
         return f"no test: {test.why_not}", "", "", ""
     p = "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.2g}"
@@ -282,7 +315,8 @@ def test_cells(test: PairedTest) -> tuple[str, str, str, str]:
 
 
 def result_rows(found: Comparison) -> list[list[str]]:
-    """Return rows of a quantity and its text for each run: accuracy before, the final evaluation, the last step."""
+    """Return table rows of a quantity and its text for each run: accuracy before training, the numbers of the final
+    evaluation, problems, optimizer steps."""
     before = [dict(_column(run.before)).get("greedy accuracy", NOT_RECORDED) for run in found.runs]
     columns = [dict(_column(run.after)) for run in found.runs]
     names = dict.fromkeys(name for column in columns for name in column)
@@ -296,6 +330,7 @@ def result_rows(found: Comparison) -> list[list[str]]:
 
 
 def _column(result: Any) -> list[tuple[str, str]]:
+    """Return (quantity, text) for each number of an evaluation; nothing for None."""
     if result is None:
         return []
     return [(name, new) for name, _, new, _ in comparison_rows(None, result)]

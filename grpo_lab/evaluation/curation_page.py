@@ -14,7 +14,9 @@ from grpo_lab.reading import read_record
 
 Rows = Sequence[Mapping[str, Any]]
 _KEPT_SHOWN = 6
+"""Number of kept rows that the page shows."""
 _REASON = 300
+"""Number of characters of a reason that the page shows."""
 _RATES = (
     'Problems by the share of right completions. "0" and "1" are exact; every other bar holds what lies above the '
     "label before it, up to its own."
@@ -23,8 +25,13 @@ _KEPT = "From the hardest to the easiest in even steps; nothing is picked for lo
 
 
 def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = None, rows: Rows = ()) -> Page:
-    """Make the page. ``summary``: how the curation was made, for the settings. ``rows``: all of them, with `kept`, and
-    with `pass_rate` where it was measured (`Selection.scored_rows`), for the histogram and the examples of kept rows.
+    """Make the page about a curation.
+
+    Args:
+        report: the curation in numbers.
+        summary: the contents of `curation.json`, shown as settings; None: no settings are shown.
+        rows: all rows, kept and dropped, with their column `kept`, and `pass_rate` if it was measured
+            (`Selection.scored_rows`). They give the histogram and the examples of kept rows.
     """
     rates = [row["pass_rate"] for row in rows if row.get("kept") and row.get("pass_rate") is not None]
     if report.rows:
@@ -53,8 +60,12 @@ def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = No
 
 
 def read_curation(folder: Path) -> Page:
-    """Make the page of the curation in ``folder`` from `curation.json` and `all.parquet`. Raises ValueError if it is
-    not finished, or damaged."""
+    """Make the page about the curation in ``folder``, from its `curation.json` and `all.parquet`. Without `all.parquet`
+    the page says that the rows are missing.
+
+    Raises:
+        ValueError: the curation is not finished, or a file is damaged.
+    """
     table = folder / "all.parquet"
     try:
         found = read_record(folder / "curation.json")
@@ -76,7 +87,8 @@ def read_curation(folder: Path) -> Page:
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:
-    """Read what the page needs of the rows: `kept` and `pass_rate` of all, every column of those that are shown."""
+    """Read what the page needs of the rows in ``file``: `kept` and `pass_rate` of all, and every column of the few that
+    are shown."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(file)
@@ -89,6 +101,7 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _filters(report: CurationReport) -> Section:
+    """Make the section with a row for each filter: its rule, and how many rows it dropped."""
     rows: list[list[str | Bar]] = []
     for one in report.filters:
         counts = [f"{one.before:,}", f"{one.dropped:,}", f"{one.share:.1%}", f"{one.refused:,}"]
@@ -103,8 +116,11 @@ def _filters(report: CurationReport) -> Section:
 
 
 def histogram(rows: Rows) -> list[Bar]:
-    """Count pass rates in twelve bars: exactly 0, ten tenths (k/10, (k+1)/10] without the ends, exactly 1. Without
-    rates there are no bars."""
+    """Count kept and dropped rows by pass rate, in twelve bars: exactly 0; ten tenths (k/10, (k+1)/10] without 0 and 1;
+    exactly 1.
+
+    Rows without a pass rate are not counted. If none has one, there are no bars.
+    """
     counts = [[0, 0] for _ in range(12)]
     for row in rows:
         rate = row.get("pass_rate")
@@ -127,7 +143,8 @@ def histogram(rows: Rows) -> list[Bar]:
 
 
 def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:
-    """Return (row, question, gold, pass rate) of kept rows, evenly from hard to easy (without rates, over the data)."""
+    """Return (row number, question, gold, pass rate) of some kept rows, in even steps from the hardest to the easiest;
+    without pass rates, in even steps over the data."""
     found = []
     for number in _shown_rows(rows):
         row = rows[number]
@@ -147,5 +164,6 @@ def _shown_rows(rows: Rows) -> list[int]:
 
 
 def _dropped(one: FilterOutcome) -> Table:
+    """Make the table of examples of what a filter dropped."""
     rows = [(str(e.row), e.reason[:_REASON], e.text) for e in one.examples]
     return Table(["row", "why", "question"], rows, words={1, 2})

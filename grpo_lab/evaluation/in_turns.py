@@ -1,7 +1,9 @@
 """An evaluation with tools or in an environment: each completion is a trajectory, made as in training.
 
-The model of an evaluation answers many prompts in one call, so trajectories go on in rounds: the tools of a round
-answer side by side, then all that go on are asked for together.
+`TurnGenerator` stands where an evaluation has a generator of single texts. It begins a trajectory for each completion
+and runs the `TurnLoop` of training over all of them. The model answers many prompts in one call, so trajectories go on
+in rounds: all tools of a round answer side by side, then the model is asked for the next turn of every trajectory that
+goes on (`RoundsOf`).
 """
 
 from __future__ import annotations
@@ -22,11 +24,19 @@ from grpo_lab.turns.turn_settings import TURNS_COLUMN, TurnSettings
 
 Row = Mapping[str, Any]
 ROUNDS_APART = 1_000_003
-"""What is added to the seed from round to round, so that no round draws what another has drawn."""
+"""Number added to the seed from round to round, so that rounds do not repeat each other's draws."""
 
 
 class RoundsOf:
-    """A ``TurnEngine`` that asks a generator for all rows of a round."""
+    """A ``TurnEngine`` that asks a generator for the turns of all waiting trajectories in one call.
+
+    Args:
+        generate: the model.
+        temperature: of sampling; 0 is greedy.
+        seed: seed of the first call. Each later call adds ``ROUNDS_APART`` to it; None: calls have no seed.
+        context: tokens of prompt and completion that the model takes.
+        ends: tokens that end a turn.
+    """
 
     in_rounds = True
 
@@ -41,9 +51,16 @@ class RoundsOf:
         self._asked: dict[int, tuple[list[int], int]] = {}
 
     def submit(self, key: int, ids: list[int], room: int) -> None:
+        """Note that the trajectory ``key``, whose tokens so far are ``ids``, wants a turn of at most ``room``
+        tokens."""
         self._asked[key] = (ids, room)
 
     def collect(self, wait: float) -> list[tuple[int, TurnTokens]]:
+        """Generate the turns of everything submitted since the last call, and return them as (key, turn).
+
+        A call of the generator has one limit of tokens for all rows. Rows that reached it before the end of their turn,
+        with room left, are asked to go on. ``wait`` is not used: the turns are there when this returns.
+        """
         asked = self._asked
         self._asked = {}
         made = {key: TurnTokens([], [], 0) for key in asked}
@@ -63,6 +80,7 @@ class RoundsOf:
         return list(made.items())
 
     def _generated(self, prompts: list[list[int]], limit: int) -> list[Completion]:
+        """Return a completion of each prompt, of at most ``limit`` tokens, and move on to the next seed."""
         groups = self.generate(prompts, n=1, temperature=self.temperature, max_new_tokens=limit, seed=self.seed)
         if self.seed is not None:
             self.seed += ROUNDS_APART
@@ -92,21 +110,22 @@ class TurnGenerator:
     ends: Sequence[int] = ()
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Return what the chat template gets beside the messages: the tools, and the template that stands in for one
-        that cannot join turns."""
+        """Return the arguments of the chat template besides the messages: the tools, and a template in place of the
+        tokenizer's own if that one cannot join turns."""
         asked: dict[str, Any] = {"tools": self.schemas()}
         if self.dialogue.chat_template is not None:
             asked["chat_template"] = self.dialogue.chat_template
         return asked
 
     def schemas(self) -> list[Callable[..., Any]]:
-        """Return what the chat template is told that the model may call."""
+        """Return the functions that the chat template describes to the model: the tools, and the environment's methods
+        that are tools."""
         if self.environment is None:
             return list(self.tools)
         return [*self.tools, *self._tools_of(self.environment()).values()]
 
     def observed(self, row: Row) -> Any:
-        """Return a row's prompt with what its environment says at the start, as TRL puts it into the last message."""
+        """Return a row's prompt. What its environment says at the start is added to the last message, as TRL does."""
         if self.environment is None:
             return row["prompt"]
         return with_observation(row, self.environment())
@@ -121,8 +140,23 @@ class TurnGenerator:
         max_new_tokens: int,
         seed: int | None,
     ) -> list[list[Completion]]:
-        """Return n completions of each row, whose prompt is in ``prompts`` as tokens. Raise ValueError if a prompt is
-        no messages, or if an environment begins otherwise than before."""
+        """Generate n completions of each row.
+
+        Args:
+            rows: rows of the data; an environment is reset to its row.
+            prompts: the rendered prompt of each row, as tokens.
+            n: completions of each row.
+            temperature: of sampling; 0 is greedy.
+            max_new_tokens: tokens of a completion, the tools' answers included.
+            seed: seed of the first call of the model; None: no seed.
+
+        Returns:
+            n completions for each row.
+
+        Raises:
+            ValueError: an environment says another thing at the start of a row than it said before, or a tool cannot
+                run in the process that it is marked for.
+        """
         said = [self.observed(row) for row in rows]
         environments = [self._begun(*one) for one in zip(rows, said, strict=True) for _ in range(n)]
         schemas = self.schemas()
@@ -147,7 +181,8 @@ class TurnGenerator:
         return [found[start : start + n] for start in range(0, len(found), n)]
 
     def _begun(self, row: Row, said: Any) -> Any:
-        """Return a new environment at the start of a row, where it says ``said`` again."""
+        """Return a new environment, reset to a row. Raises ValueError if that makes another prompt than ``said``, the
+        one that was rendered."""
         if self.environment is None:
             return None
         environment = self.environment()
@@ -159,7 +194,8 @@ class TurnGenerator:
         return environment
 
     def _tools_of(self, environment: Any) -> dict[str, Callable[..., Any]]:
-        """Return an environment's methods that are tools, as TRL takes them."""
+        """Return the methods of an environment that are tools, by name: the public ones, except those that the run
+        calls itself."""
         if environment is None:
             return {}
         from grpo_lab.trainer.trl_bridge import OFFERED
@@ -170,6 +206,8 @@ class TurnGenerator:
         return {name: getattr(environment, name) for name in names}
 
     def _completion(self, one: Trajectory, environment: Any) -> Completion:
+        """Convert a trajectory to a `Completion`. It counts as ended only if the policy stopped by itself, and not at a
+        limit."""
         columns: dict[str, Any] = {TURNS_COLUMN: one.turns}
         if environment is not None:
             columns["environments"] = environment
@@ -179,11 +217,13 @@ class TurnGenerator:
 
 
 def named(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Return the tools by their names."""
     return {tool.__name__: tool for tool in tools}
 
 
 def with_observation(row: Row, environment: Any) -> Any:
-    """Reset an environment to a row, and return the row's prompt with what it says."""
+    """Reset an environment to a row, and return the row's prompt. What the environment says is added to the last
+    message, so a prompt is then a list of messages."""
     prompt = row["prompt"]
     observation = environment.reset(**row)
     if observation is None:

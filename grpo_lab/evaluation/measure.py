@@ -1,7 +1,11 @@
 """`evaluate`: rows → prompts → completions → scores → `EvaluationResult`, in blocks of prompts that ranks share.
 
-Each block is answered, graded and saved to disk before the next. Its answers depend on its prompts and its seed, not on
-the rank or on earlier blocks. So the result is the same on any number of ranks, and after a kill.
+`evaluate` checks its arguments, renders the prompts (`_asked`) and leaves out those without room for an answer
+(`_fitting`). For each pass, greedy and then sampled, it takes this rank's next block (`Blocks`), generates its
+completions (`_written`), scores them (`_grade`) and has them saved before the next block.
+
+The answers of a block depend on its prompts and its seed, not on the rank or on earlier blocks. So the result is the
+same on any number of ranks, and after a kill.
 """
 
 from __future__ import annotations
@@ -41,8 +45,11 @@ Reward = Callable[..., "list[float | None]"]
 
 
 class EvaluationStopped(KeyboardInterrupt):
-    """Raised when Ctrl-C ends an evaluation. ``result`` holds the answers that were complete by then, and its settings
-    say that it was stopped."""
+    """Raised when Ctrl-C ends an evaluation.
+
+    Attributes:
+        result: the answers that were complete by then; its settings say that it was stopped.
+    """
 
     def __init__(self, result: EvaluationResult) -> None:
         super().__init__(f"stopped {result.stopped}")
@@ -51,8 +58,14 @@ class EvaluationStopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class _Asked:
-    """A problem that is put to the model: its index among the rows, the row, its prompt as it is asked (with what an
-    environment adds), and rendered."""
+    """A problem that is put to the model.
+
+    Attributes:
+        index: its number among the rows.
+        row: the row.
+        said: the prompt as it is asked: the row's, with what an environment adds.
+        prompt: the same, rendered to text and tokens.
+    """
 
     index: int
     row: Row
@@ -81,19 +94,39 @@ def evaluate(
     blocks: Blocks | None = None,
     said: Mapping[str, Any] = MappingProxyType({}),
 ) -> EvaluationResult:
-    """Measure the accuracy of ``model`` on ``rows``: greedy, and over ``n_samples`` samples a problem if there are any.
+    """Measure the accuracy of ``model`` on ``rows``: of one greedy answer a problem, and of ``n_samples`` samples if
+    there are any.
 
-    rows      mappings with a column `prompt` (plain string or message list); every other column goes to ``reward``
-    reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable
-    answer    reads from a completion the answer that votes in maj@k; default: as an `AccuracyReward` does, else no vote
-    generate  makes the completions instead of ``model`` (then None), within ``context`` tokens
-    measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
-    by        a column of the rows (`steps`, `level`): the greedy accuracy is reported for each of its values, too
-    blocks    saves finished blocks to disk and shares them among ranks: every rank calls this and gets the result
+    Samples follow from ``seed`` and ``batch_size``, not from torch's random state. Exceptions of ``generate`` and
+    ``reward`` are not caught.
 
-    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings.
-    Samples follow from ``seed`` and ``batch_size``, not torch's random state. Unwrap a distributed model first.
-    Ctrl-C after the first answers raises EvaluationStopped. Exceptions of ``generate`` or ``reward`` are not caught.
+    Args:
+        model: the model, not wrapped for distributed training; None if ``generate`` makes the completions.
+        tokenizer: its tokenizer, with a chat template if prompts are messages.
+        rows: mappings with a column `prompt` (a string or a list of messages); every other column goes to the rewards.
+        reward: `(prompts=…, completions=…, **columns) -> list[float | None]`; a score of 1.0 or more is correct, and
+            None unscorable.
+        max_new_tokens: tokens of a completion. A prompt that leaves no room for them in the model's context is left
+            out, and counted in the settings of the result.
+        batch_size: completions that the model generates at once; for a given ``generate`` only a setting of the result.
+        n_samples: samples of each problem; 0: only greedy answers.
+        temperature: of the samples.
+        seed: seed of the samples.
+        progress: show a progress bar.
+        generate: makes the completions in place of ``model``, with the same tokenizer.
+        answer: reads from a completion's text the answer that votes in maj@k. None: it is read as ``reward`` reads it
+            if that is an `AccuracyReward`; else there is no vote.
+        chat_template_kwargs: arguments of the chat template.
+        measures: name → a further reward (`format`, `language`). Its mean score is reported, and decides nothing.
+        by: a column of the rows (`steps`, `level`); accuracy is also reported for each of its values.
+        context: with ``generate``, tokens of prompt and completion that it takes; None: no limit is known.
+        blocks: saves finished blocks and shares them among ranks, each of which then calls this and gets the whole
+            result. None: all prompts are one block.
+        said: settings that the result reports beside these.
+
+    Raises:
+        ValueError: an argument or a row is not allowed, or no prompt has room for a completion.
+        EvaluationStopped: Ctrl-C came while answers were made.
     """
     started = time.perf_counter()
     problems = [dict(row) for row in rows]
@@ -125,7 +158,8 @@ def evaluate(
 def _stopped(
     outcomes: Sequence[Outcome], kind: Kind, wanted: int, settings: Mapping[str, Any], seconds: float
 ) -> EvaluationStopped:
-    """Make the exception for Ctrl-C, with the answers until then; ``wanted``: how many of ``kind`` were to be made."""
+    """Make the exception for Ctrl-C, with the ``outcomes`` until then. ``wanted``: how many of this ``kind`` were to be
+    made."""
     answered = sum(one.kind == kind for one in outcomes)
     said = {"stopped": f"after {answered:,} of {wanted:,} {kind} answers, the longest prompts first"}
     return EvaluationStopped(EvaluationResult(tuple(outcomes), {**settings, **said}, seconds))
@@ -134,14 +168,14 @@ def _stopped(
 def _generator_of(
     model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: bool
 ) -> tuple[CompletionGenerator, int | None]:
-    """Return a generator that samples from ``model``, and the length of its context in tokens."""
+    """Return a generator that samples from ``model``, and the model's context in tokens."""
     if model is None:
         raise ValueError("evaluate needs a model, or generate= in its place; both are None")
     return TransformersGenerator(model, tokenizer, batch_size, progress), context_of_config(model.config)
 
 
 def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
-    """List the passes over the problems: kind, completions a problem, temperature."""
+    """List the passes over the problems: kind, completions of a problem, temperature."""
     greedy: tuple[Kind, int, float] = ("greedy", 1, 0.0)
     if n_samples:
         return [greedy, ("sampled", n_samples, temperature)]
@@ -151,6 +185,8 @@ def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]
 def _asked(
     problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None, generate: Any
 ) -> list[_Asked]:
+    """Render the prompt of each problem, with what tools or an environment add to it. Raises ValueError that names the
+    row if one cannot be rendered."""
     prompts = [row["prompt"] for row in problems]
     if isinstance(generate, TurnGenerator):
         prompts = [generate.observed(row) for row in problems]
@@ -172,7 +208,8 @@ def _written(
     max_new_tokens: int,
     seed: int,
 ) -> tuple[Sequence[Sequence[Completion | None]], bool]:
-    """Generate the completions of each prompt. Return them, and whether Ctrl-C broke this off: then some are None."""
+    """Generate n completions of each prompt. Return them, and whether Ctrl-C ended this early: then some are None.
+    Raises ValueError if ``generate`` returns other counts."""
     ids = [one.prompt.ids for one in asked]
     how: Any = {"n": n, "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
     try:
@@ -191,7 +228,7 @@ def _written(
 
 
 def _fitting(asked: list[_Asked], context: int | None, max_new_tokens: int) -> list[_Asked]:
-    """Return the prompts with room for a completion. Raises ValueError if there are none."""
+    """Return the problems whose prompts leave room for a completion. Raises ValueError if none does."""
     if context is None:
         return asked
     fitting = [one for one in asked if len(one.prompt.ids) + max_new_tokens <= context]
@@ -210,7 +247,16 @@ def _grade(
     read_answer: ReadAnswer | None,
     by: str | None,
 ) -> list[Outcome]:
-    """Score the completions that there are. ``rewards``: the one that decides, named "", and the measures."""
+    """Score completions; return an outcome for each.
+
+    Args:
+        kind: the pass that they are of.
+        asked: the problems.
+        written: the completions of each; a missing one is None.
+        rewards: the reward that decides, named "", and the measures by their names.
+        read_answer: reads the answer that votes; None: there is no vote.
+        by: the column whose value each outcome keeps as ``group``.
+    """
     answers = [
         (one, sample, completion, str(tokenizer.decode(completion.ids, skip_special_tokens=True)))
         for one, group in zip(asked, written, strict=True)
@@ -243,19 +289,24 @@ def _grade(
 
 
 def _thinking(prompt: str, completion: Completion, decode: Callable[..., str]) -> int | None:
-    """Count the tokens of thinking; those of several turns are not counted."""
+    """Count the tokens of thinking; None if there is none, or if the completion has several turns."""
     return None if completion.messages is not None else tokens_of_thinking(prompt, completion, decode)
 
 
 def _mean_log_prob(completion: Completion) -> float | None:
-    """Average over the tokens that the model wrote; an inserted one has NaN."""
+    """Average the log-probs of the tokens that the model wrote, in nats; inserted ones have NaN and do not count. None
+    without log-probs."""
     own = [value for value in completion.logprobs or () if not math.isnan(value)]
     return fmean(own) if own else None
 
 
 def _scores(reward: Reward, given: Sequence[tuple[Row, str, Completion]]) -> list[float | None]:
-    """Call the reward once, as TRL does: columns as lists, the tokens of each completion, and messages if the prompt
-    was messages. ``given``: row, text of the completion, completion."""
+    """Call a reward as TRL does: once, with columns as lists, the tokens of each completion, and messages where the
+    prompt is messages.
+
+    ``given``: the row of each completion, its text, and the completion. Returns a score for each, None if unscorable.
+    Raises ValueError if the reward returns anything else.
+    """
     rows = [row for row, _, _ in given]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
     columns["completion_ids"] = [list(one.ids) for _, _, one in given]
@@ -267,14 +318,18 @@ def _scores(reward: Reward, given: Sequence[tuple[Row, str, Completion]]) -> lis
 
 
 def _name(reward: Reward) -> str:
+    """Return a reward's name: a function's, or that of its class."""
     return str(getattr(reward, "__name__", type(reward).__name__))
 
 
 def _by(by: str | None) -> dict[str, str]:
+    """Return the setting `by`, if there is one."""
     return {} if by is None else {"by": by}
 
 
 def _check_rows(problems: Sequence[Row], by: str | None) -> None:
+    """Raise ValueError if there are no rows, if they have different columns, or if a prompt is neither text nor
+    messages."""
     if not problems:
         raise ValueError("there are no rows to evaluate; at least one with a column `prompt` is needed")
     columns = set(problems[0])
@@ -300,7 +355,7 @@ def _are_messages(prompt: Any) -> bool:
 
 
 def _checked(max_new_tokens: int, batch_size: int, n_samples: int, temperature: float, seed: int) -> dict[str, Any]:
-    """Return the settings that the result reports. Raises ValueError if one is not allowed."""
+    """Return these settings as the result reports them. Raises ValueError if one is not allowed."""
     counts = {"max_new_tokens": (max_new_tokens, 1), "batch_size": (batch_size, 1), "n_samples": (n_samples, 0)}
     for name, (value, least) in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

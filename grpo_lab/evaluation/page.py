@@ -1,7 +1,7 @@
 """The structure of our HTML pages: the result, sections with figures, answers and tables; settings last, folded.
 
-Text of models, data and files is not trusted: all of it is made visible and escaped. No page has scripts or loads
-anything.
+A `Page` is made of cards and sections, and `page.html.j2` renders it. Text of models, data and files is not trusted:
+all of it is made visible and escaped. A page has no scripts and loads nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from grpo_lab.io import write_whole_text
 from grpo_lab.visible import visible
 
 LONGEST_SHOWN = 4_000
+"""Number of characters of an answer that a page shows."""
 
 _SHOWN: dict[tuple[bool | None, bool | None], tuple[str, int]] = {
     (False, True): ("became correct", 3),
@@ -28,13 +29,19 @@ _SHOWN: dict[tuple[bool | None, bool | None], tuple[str, int]] = {
     (False, False): ("still wrong", 2),
     (True, True): ("stayed correct", 2),
 }
-"""(right before, right after) → heading of such examples, and how many of them are shown. Failures are shown on
-purpose, next to the gains."""
+"""(right before, right after) → heading of such examples, and how many are shown: failures beside the gains."""
 SHOWN_OF_ONE_SIDE = 4
+"""Number of examples of each verdict, if there are no two evaluations of the same problems."""
 
 
 class ShownSample(NamedTuple):
-    """A problem with what the model wrote before and after; a side that was not evaluated is None."""
+    """A problem that a page shows, with what the model wrote before and after training.
+
+    Attributes:
+        kind: heading of the example, such as "became correct"; empty where one side alone was evaluated.
+        before: the outcome before training; None: not evaluated.
+        after: the outcome after training; None: not evaluated.
+    """
 
     kind: str
     before: Outcome | None
@@ -42,13 +49,21 @@ class ShownSample(NamedTuple):
 
     @property
     def asked(self) -> Outcome:
-        """The outcome that shows the problem: ``after``, or else ``before``."""
+        """Return the outcome that shows the problem: ``after``, or ``before`` where that is missing."""
         assert self.before or self.after
         return self.after or self.before  # type: ignore[return-value]
 
 
 class Card(NamedTuple):
-    """A number of the result in large print, with its unit, and a note under it."""
+    """A number of the result in large print.
+
+    Attributes:
+        name: what the number is.
+        value: the number, as text.
+        unit: text behind it, with its own space.
+        note: a line under it.
+        strong: whether it stands out among the cards.
+    """
 
     name: str
     value: str
@@ -58,7 +73,14 @@ class Card(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar of kept and dropped rows. ``full``: how many rows a bar of full length has. ``label``: in a histogram."""
+    """A bar of kept and dropped rows, in a histogram or a table.
+
+    Attributes:
+        kept: rows in its first part.
+        dropped: rows in its second part.
+        full: rows of a bar of full length.
+        label: what stands under it in a histogram.
+    """
 
     kept: int
     dropped: int
@@ -68,9 +90,15 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts (or a `Bar`). A row's first cell is its heading; the last cell of a short row spans the rest.
+    """A table whose cells are texts or bars.
 
-    words: columns of running text. stacked: on a phone each row is a list; packed: its cells follow in one line.
+    Attributes:
+        head: headings of the columns.
+        rows: cells; the first one is the row's heading, and the last one of a short row spans the columns that are
+            left.
+        words: indices of the columns of running text.
+        stacked: on a narrow screen each row becomes a list.
+        packed: the cells of such a list follow each other in one line.
     """
 
     head: Sequence[str]
@@ -82,9 +110,23 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a page; its parts appear in the order of the fields. ``groups``: lists of (name, text), each with
-    its heading. ``drawing``: a pipeline's stages as boxes and arrows. ``folded``: if given, the section is closed, and
-    shows these words until it is opened."""
+    """A section of a page. Its parts appear in the order of these attributes, but ``counts`` above ``lead``.
+
+    Attributes:
+        title: its heading.
+        lead: a paragraph under the heading.
+        counts: (name, number) pairs in a line.
+        points: lines of a list.
+        figures: charts.
+        drawing: a pipeline's stages as boxes and arrows (`pipeline_sections.drawing`).
+        legend: names of the two parts of a bar.
+        bars: a histogram.
+        samples: problems with answers.
+        table: a table.
+        groups: lists of (name, text), each with its heading.
+        foot: a note in small print.
+        folded: words that stand for the section until the reader opens it; empty: it is open.
+    """
 
     title: str
     lead: str = ""
@@ -102,14 +144,25 @@ class Section:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to show; then the section is left out."""
+        """Return whether there is nothing to show. Such a section is left out."""
         rows = self.table.rows if self.table else ()
         return not any((self.points, self.figures, self.drawing, self.bars, self.samples, rows, self.groups))
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page. ``about``: what it is about, in a line. ``missing``: what was not recorded. ``runs``: of a comparison."""
+    """A page.
+
+    Attributes:
+        kind: what sort of page it is, such as "training report".
+        title: its heading.
+        about: texts in a line under the heading that say what was run.
+        cards: the result in large print.
+        notices: sentences that a reader has to know first.
+        sections: the body.
+        missing: names of what was not recorded, for the end of the page.
+        runs: JSON list of the folders of a comparison's runs; empty on other pages.
+    """
 
     kind: str
     title: str
@@ -121,6 +174,7 @@ class Page:
     runs: str = ""
 
     def html(self) -> str:
+        """Render the page. Every text in it is escaped, with invisible characters shown."""
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from markupsafe import Markup
 
@@ -138,8 +192,12 @@ class Page:
         )
 
     def write(self, path: str | Path) -> Path:
-        """Write the page; return its path. Raises ValueError if ``path`` cannot be written, OSError if the disk is
-        full."""
+        """Write the page to ``path``, and return the path.
+
+        Raises:
+            ValueError: ``path`` cannot be written.
+            OSError: the disk is full.
+        """
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +217,8 @@ _UNITS = {
 
 
 def settings_section(summary: Mapping[str, Any]) -> Section:
-    """Make a folded section of run.json: first its plain values, then a list for each mapping or list of mappings."""
+    """Make a folded section of the settings in `run.json`: its plain values first, then a list for each mapping and
+    each list of mappings."""
     plain: list[tuple[str, str]] = []
     groups: list[tuple[str, list[tuple[str, str]]]] = []
     for key in sorted(summary, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST)):
@@ -176,7 +235,7 @@ def settings_section(summary: Mapping[str, Any]) -> Section:
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) from nested mappings; an empty mapping counts as a value."""
+    """Yield (dotted name, value) for each value in nested mappings; an empty mapping counts as a value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{before}{name}.")
@@ -185,8 +244,13 @@ def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def text_of(key: object, value: Any, inside: bool = False) -> str:
-    """Format a value of run.json for a reader, with the unit of the dotted ``key``. Each mapping of a list gets a
-    line."""
+    """Format a value of `run.json` for a reader.
+
+    Args:
+        key: its dotted name, whose last part decides on a unit.
+        value: the value; a list of mappings or lists gets a line for each.
+        inside: the value is part of another one, so it has to fit into a line.
+    """
     key = str(key).rpartition(".")[2]
     if isinstance(value, Mapping):
         said = ", ".join(f"{name}: {text_of(name, inner, True)}" for name, inner in value.items())
@@ -217,7 +281,8 @@ def text_of(key: object, value: Any, inside: bool = False) -> str:
 
 
 def about(settings: Mapping[str, Any], *keys: str) -> list[str]:
-    """Return the values of these keys in words, to say what was run."""
+    """Return the values of these keys as texts that say what was run. A key without a plain value is left out; of a
+    mapping its loader, its own key or its name is taken."""
     found = []
     for key in keys:
         value = settings.get(key)
@@ -233,8 +298,16 @@ def about(settings: Mapping[str, Any], *keys: str) -> list[str]:
 def choose_samples(
     before: EvaluationResult | None, after: EvaluationResult | None
 ) -> tuple[list[ShownSample], list[tuple[str, int]], bool]:
-    """Choose the problems to show. Return the first of each kind in the order of the rows, the number of each kind, and
-    whether both evaluations are about the same problems. If they share none: the first of each verdict of one side."""
+    """Choose the problems that a page shows.
+
+    Of problems in both evaluations, the first of each kind (became correct, became wrong, …) are shown, in the order of
+    the rows. If the evaluations share no problem, or their questions differ, the first of each verdict of one side are
+    shown.
+
+    Returns:
+        The problems to show; the number of problems of each kind, where there are kinds; False if the two evaluations
+        have different questions, else True.
+    """
     old, new = ({} if one is None else {outcome.problem: outcome for outcome in one.greedy} for one in (before, after))
     shared = sorted(old.keys() & new.keys())
     if not shared:
@@ -251,6 +324,7 @@ def choose_samples(
 
 
 def _first_of_verdicts(samples: Sequence[ShownSample]) -> list[ShownSample]:
+    """Return the first ``SHOWN_OF_ONE_SIDE`` samples of each verdict, in the order of the rows."""
     seen: dict[bool | None, list[ShownSample]] = {}
     for sample in samples:
         seen.setdefault(sample.asked.correct, []).append(sample)

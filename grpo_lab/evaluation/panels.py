@@ -1,4 +1,8 @@
-"""The plots of a report, each described by one `Panel`. A new plot costs one more."""
+"""The plots of a report, each described by one `Panel`. A new plot needs one more.
+
+`panels_of` chooses the panels of some runs. `panel_figures` draws them for a report of one run, `comparison_figures`
+for several runs side by side. Plots that need more than a logged metric have functions of their own.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,16 @@ FROM_ZERO = {"from_zero": True}
 
 
 class Panel(NamedTuple):
-    """A plot: its title; what to look for; unit of the y axis; label → metrics, of which the first recorded one is
-    drawn. optional: left out, instead of "not recorded", if the run has none of its metrics. shape: for `draw`."""
+    """Description of a plot of logged metrics.
+
+    Attributes:
+        title: its heading.
+        meaning: what to look for in it.
+        unit: unit of the y axis.
+        lines: label → metrics, of which the first that was recorded is drawn.
+        optional: if the run has none of its metrics, the plot is left out and not named as missing.
+        shape: arguments of `draw`.
+    """
 
     title: str
     meaning: str
@@ -28,6 +40,7 @@ class Panel(NamedTuple):
 
     @property
     def metrics(self) -> list[str]:
+        """Return the metrics of all lines."""
         return [name for names in self.lines.values() for name in names]
 
 
@@ -181,7 +194,7 @@ PANELS = [
         shape=FROM_ZERO,
     ),
 ]
-#: A line for each task, for each turn of a trajectory.
+#: Panels with a line for each task, or for each turn of a trajectory.
 _BY_NAME = [
     Panel(
         "Reward by task",
@@ -217,8 +230,11 @@ _UNITS = [("share|ratio|frac_", "share"), ("length|tokens", "tokens"), ("^(eval_
 
 
 def panels_of(*records: RunRecord) -> list[Panel]:
-    """Return the panel of the reward, with a line for each of several rewards, then `PANELS`. With a critic no group is
-    dead, and that panel is left out."""
+    """Return the panels for these runs: the reward, with a line for each of several rewards; those with a line for each
+    task or turn; then `PANELS`.
+
+    A run with a critic has no groups, so the panel of dead groups is then left out.
+    """
     names = sorted({name for record in records for name in record.metrics if _EACH_REWARD.fullmatch(name)})
     single = {}
     if len(names) > 1:
@@ -231,8 +247,8 @@ def panels_of(*records: RunRecord) -> list[Panel]:
 
 
 def _by_name(records: Sequence[RunRecord], panel: Panel) -> Panel:
-    """Return the panel with a line for each name that stands at ``<…>`` in a recorded metric; without lines if none
-    was recorded."""
+    """Return the panel with a line for each name that stands at ``<…>`` in a recorded metric; it has no lines if there
+    is none."""
     (metric,) = panel.metrics
     begins, ends = re.split("<.+>", metric)
     named = re.compile(f"{re.escape(begins)}(.+){re.escape(ends)}", re.DOTALL)
@@ -241,7 +257,8 @@ def _by_name(records: Sequence[RunRecord], panel: Panel) -> Panel:
 
 
 def panel_figures(record: RunRecord) -> tuple[list[Figure], list[str]]:
-    """Draw the plots of a run. Return also, in words, what was not recorded, optional plots aside."""
+    """Draw the plots of a run. Return them, and the names of those that could not be drawn as their metrics were not
+    recorded; optional plots are not named."""
     found = [("", _working(record)), (EVALUATIONS, _accuracy(record))]
     for panel in panels_of(record):
         lines = [Line(label, record.first_of(*names)) for label, names in panel.lines.items()]
@@ -251,13 +268,14 @@ def panel_figures(record: RunRecord) -> tuple[list[Figure], list[str]]:
 
 
 def unit_of(metric: str) -> str:
-    """Return the unit of a metric, by a panel that draws it or by its name; empty if neither says it."""
+    """Return the unit of a metric, from a panel that draws it or else from its name; empty if neither says it."""
     drawn = {name: panel.unit for panel in PANELS for name in panel.metrics}
     return drawn.get(metric) or next((unit for named, unit in _UNITS if re.search(named, metric)), "")
 
 
 def _working(record: RunRecord) -> Figure | None:
-    """Draw right answers, worked-out answers and length in one figure, as of R1-Zero; None without `worked_out`."""
+    """Draw the shares of right and of worked-out answers and their length in one figure, as R1-Zero's report does; None
+    if `worked_out` was not recorded."""
     worked_out = Line("worked out", record.first_of("rewards/worked_out/mean"))
     if not worked_out.points:
         return None
@@ -272,7 +290,8 @@ def _working(record: RunRecord) -> Figure | None:
 
 
 def accuracy_line(record: RunRecord, label: str) -> Line:
-    """Make a line of held-out accuracy with its limits: before (step 0), during, and after (last step) training."""
+    """Make a line of held-out accuracy with its intervals: before training (step 0), during it, and after it (last
+    step)."""
     evaluated = [(0, record.before), *record.during, (record.last_step or 1, record.after)]
     found = {step: e.accuracy for step, e in evaluated if isinstance(e, EvaluationResult) and e.accuracy is not None}
     points = [(float(step), interval.value) for step, interval in sorted(found.items())]
@@ -280,6 +299,7 @@ def accuracy_line(record: RunRecord, label: str) -> Line:
 
 
 def _accuracy(record: RunRecord) -> Figure | None:
+    """Draw held-out accuracy: of whole evaluations, with intervals, and as logged during training."""
     rewards = [n for n in record.metrics if re.fullmatch(r"eval_rewards/\w*accuracy\w*/mean", n, re.IGNORECASE)]
     during = Line("during training", record.first_of("evaluation/accuracy", "eval_accuracy", *rewards))
     meaning, unit = "Held-out problems. Bars: 95% Wilson interval over problems.", "share of problems correct"
@@ -304,8 +324,8 @@ _BY_PASS_RATE = "Dividing by σ, the root, lifts questions that are almost alway
 
 
 def weight_figures(record: RunRecord) -> list[Figure]:
-    """Draw what answers weighed in the gradient, by length and by their group's pass rate, beside the formulas'
-    values."""
+    """Draw what answers weighed in the gradient, by length and by their group's pass rate, beside what the formulas
+    give. Nothing if no weights were recorded."""
     if not record.token_weights:
         return []
     from grpo_lab.diagnostics.token_weights import WeightFamily, over_steps  # loads torch
@@ -335,7 +355,7 @@ def weight_figures(record: RunRecord) -> list[Figure]:
 
 
 def comparison_figures(runs: Sequence[RunRecord]) -> list[Figure]:
-    """Draw each quantity with one line a run; quantities that no run recorded are left out."""
+    """Draw each quantity with a line for each run. A quantity that no run recorded is left out."""
     meaning, unit = "Bars: 95% Wilson interval over problems.", "share of problems correct"
     trained = [run for run in runs if run.kind not in (EVALUATION, PIPELINE)]  # others have no steps
     accuracy = [accuracy_line(run, run.name) for run in trained]

@@ -1,7 +1,7 @@
 """Pipelines on a page and on the terminal: a drawing and a table of the stages, accuracy by stage and task, curves.
 
-With several runs of one pipeline, a number is the mean over the runs that have it, with the lowest and the highest in
-brackets.
+`status` and `show` print a pipeline; `pipeline_sections` makes the sections of a page. For several runs of one pipeline
+a number is the mean over the runs that have it, with the lowest and the highest in brackets.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from grpo_lab.evaluation.terminal import Terminal, duration, fits, print_table
 
 
 def _share(value: float) -> str:
-    """Format a share in per cent, a number above 1 as a count: ``thinking`` is the one or the other, by the kind of
-    stage."""
+    """Format a share in per cent, and a number above 1 as a count. ``thinking`` is a share in some kinds of stage, and
+    a number of tokens in others."""
     if value <= 1:
         return f"{value:.1%}"
     return f"{value:,.0f}"
@@ -53,12 +53,14 @@ FACTS: dict[str, Callable[[float], str]] = {
     "tokens": "{:,.0f}".format,
     "seconds": duration,
 }
-"""Facts that stages share → how each is written. They are the columns of the stages' table."""
+"""Fact of a stage → function that writes it. These are the columns of the stages' table."""
 OUT_OF = "out_of"
-"""Fact of a stage that chooses ``rows``: the number of rows that it chose from."""
+"""Name of the fact that says how many rows a stage chose its ``rows`` from."""
 _COST = {"seconds": "time", "tokens": "tokens generated"}
 _START = "start model"
+#: Words in a stage's name that do not name a task.
 _JOINED = ("", "after", "of", "on", "evaluate", "evaluation", "eval", "score", "measured")
+#: How the titles of the figures begin that `curves_section` keeps.
 _CURVES = ("Reward", "Held-out accuracy", "Lengths of correct and incorrect answers: all", "Dead", "KL to", "Entropy")
 _MOST_LINES = 8
 _OF_RUNS = "Mean over the runs, in brackets the lowest and the highest."
@@ -72,8 +74,17 @@ CHARACTERS = 42
 
 
 def status(folder: Path, console: Console | None = None, stages: Sequence[PipelineStage] = ()) -> None:
-    """Print the table of the pipeline in ``folder``, one row a stage; on a narrow terminal all facts share a column.
-    ``stages``: the current ones; default: as the folder's last run left them. ValueError: there is no pipeline."""
+    """Print a table of the pipeline in ``folder``, a row for each stage. On a narrow terminal all facts of a stage are
+    in one column.
+
+    Args:
+        folder: the pipeline's output folder.
+        console: where to print.
+        stages: the stages as they are now; default: as the folder's last run left them.
+
+    Raises:
+        ValueError: the folder holds no pipeline.
+    """
     run = _pipeline_in(folder, stages)
     console = console or Terminal()
     table = stages_table([run])
@@ -92,7 +103,7 @@ def status(folder: Path, console: Console | None = None, stages: Sequence[Pipeli
 
 
 def open_questions(stages: Sequence[PipelineStage]) -> list[str]:
-    """Return a line for each stage that has failed, has to be repeated, or was edited, with the reason."""
+    """Return a line for each stage that has failed, or that has to be repeated, with the reason."""
     found = []
     for one in stages:
         if one.error:
@@ -103,8 +114,8 @@ def open_questions(stages: Sequence[PipelineStage]) -> list[str]:
 
 
 def show(folder: Path, console: Console | None = None, stages: Sequence[PipelineStage] = ()) -> None:
-    """Print the stages as boxes, each with its inputs. ``stages``: as in ``status``. ValueError: no pipeline is
-    there."""
+    """Print each stage of the pipeline in ``folder`` as a box with its facts and its inputs. Arguments and errors are
+    those of `status`."""
     for one in _pipeline_in(folder, stages).stages:
         taken = [f"← {found.get('from')}" for found in one.inputs.values()]
         said = Text("\n".join([", ".join(words) for words in _words(one)] + taken))
@@ -112,6 +123,8 @@ def show(folder: Path, console: Console | None = None, stages: Sequence[Pipeline
 
 
 def _pipeline_in(folder: Path, stages: Sequence[PipelineStage]) -> RunRecord:
+    """Read the pipeline in ``folder``, with ``stages`` in place of the recorded ones if there are any. Raises
+    ValueError if there is none."""
     run = RunRecord(folder)
     read_stages(run)
     run.stages = list(stages) or run.stages
@@ -122,7 +135,7 @@ def _pipeline_in(folder: Path, stages: Sequence[PipelineStage]) -> RunRecord:
 
 
 def pipeline_sections(runs: Sequence[RunRecord]) -> list[Section]:
-    """Make the sections about one pipeline, or about all runs that are pipelines."""
+    """Make the sections about those of ``runs`` that are pipelines; the drawing is of the first."""
     runs = [run for run in runs if run.stages]
     if not runs:
         return []
@@ -136,8 +149,10 @@ def pipeline_sections(runs: Sequence[RunRecord]) -> list[Section]:
 
 
 def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
-    """Lay the stages out as boxes, one under the other, in pixels for `figure.html.j2`. An input from the stage just
-    before is an arrow between the boxes; one from an earlier stage is a line beside them."""
+    """Lay the stages out as boxes, one under the other, in pixels for `figure.html.j2`.
+
+    An input from the stage just before is an arrow between the boxes; one from an earlier stage is a line beside them.
+    """
     boxes: dict[str, SimpleNamespace] = {}
     lanes: dict[str, float] = {}
     arrows = []
@@ -168,7 +183,7 @@ def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
 
 
 def _words(stage: PipelineStage) -> list[list[str]]:
-    """Describe a stage: first its kind, status and time, then its facts."""
+    """Describe a stage in two lists of words: its kind, status and time; then its facts."""
     found = numbers_of(stage)
     took = []
     if "seconds" in found:
@@ -179,7 +194,7 @@ def _words(stage: PipelineStage) -> list[list[str]]:
 
 
 def numbers_of(stage: PipelineStage) -> dict[str, float]:
-    """Return a stage's numeric facts (of an interval the value), and its seconds."""
+    """Return the numeric facts of a stage, its seconds among them; of an interval the value."""
     found = {name: one.get("value") if isinstance(one, Mapping) else one for name, one in stage.results.items()}
     found["seconds"] = stage.seconds or None
     found.setdefault(OUT_OF, found.get("traces"))
@@ -187,8 +202,10 @@ def numbers_of(stage: PipelineStage) -> dict[str, float]:
 
 
 def stages_table(runs: Sequence[RunRecord]) -> Table:
-    """Make a table with one row a stage and one column for each of `FACTS` that a stage has. The last row sums tokens
-    and time. Stages of the same name and different kinds have a row each."""
+    """Make a table with a row for each stage, and a column for each of `FACTS` that some stage has.
+
+    The last row sums tokens and time. Stages of the same name and different kinds have a row each.
+    """
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     kinds: dict[tuple[str, str], str] = {}
     total: dict[str, list[float]] = {name: [0.0] * len(runs) for name in _COST}
@@ -210,11 +227,11 @@ def stages_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def matrix(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[float]]]:
-    """Return stage → task → accuracy in each run, from the stages that evaluate another's model.
+    """Return stage → task → accuracy in each run, from the stages that evaluate another stage's model.
 
-    Such a stage's name holds both: `fusion-maths` is the task maths, after the stage fusion. A further condition
-    (``accuracy.no-thinking``) is a task of its own; a budget is not. Without a stage's model it is about the start
-    model. If runs have stages of one name and different kinds, the kind is added to the name.
+    The name of such a stage holds both: `fusion-maths` is the task maths, after the stage fusion. A further condition
+    (``accuracy.no-thinking``) makes a task of its own; a thinking budget does not. If the evaluated model comes from no
+    stage, it is the start model. If runs have stages of one name and different kinds, the kind is added to the name.
     """
     found: dict[str, dict[str, list[float]]] = {}
     kinds: dict[str, list[str]] = {}
@@ -242,7 +259,7 @@ def matrix(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[float]]]:
 
 
 def matrix_table(runs: Sequence[RunRecord]) -> Table:
-    """Make a table of the accuracy on each task after each stage."""
+    """Make a table of accuracy: a row for each stage, a column for each task."""
     found = matrix(runs)
     tasks = list(dict.fromkeys(task for row in found.values() for task in row))
     rows = [
@@ -253,7 +270,7 @@ def matrix_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def curves_section(runs: Sequence[RunRecord]) -> Section:
-    """Draw the main curves of the stages that logged metrics, one line a stage."""
+    """Draw the main curves of the stages that logged metrics, a line for each stage."""
     found = []
     for folder, name, stage in [(run.folder, run.name, one.name) for run in runs for one in run.stages]:
         if (folder / stage / "metrics.jsonl").is_file():
@@ -269,7 +286,7 @@ def curves_section(runs: Sequence[RunRecord]) -> Section:
 
 
 def _cell(found: Mapping[str, Sequence[float]], name: str) -> str:
-    """Format one fact of a stage; for chosen rows, also out of how many they were chosen."""
+    """Format one fact of a stage; for chosen rows, also the number of rows that they were chosen from."""
     said = _said(found.get(name, ()), name)
     total = found.get(OUT_OF)
     if said and total and name == "rows":
@@ -278,7 +295,7 @@ def _cell(found: Mapping[str, Sequence[float]], name: str) -> str:
 
 
 def _said(values: Sequence[float], name: str) -> str:
-    """Format the mean of ``values``, with the lowest and the highest if they differ."""
+    """Format the mean of ``values``, with the lowest and the highest if these are written differently."""
     if not values:
         return ""
     mean, low, high = (FACTS[name](of(values)) for of in (fmean, min, max))

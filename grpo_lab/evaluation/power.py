@@ -1,4 +1,8 @@
-"""Power of a comparison of two arms (Student's t test, two-sided): the seeds needed, the difference detected."""
+"""Power of a comparison of two arms (Student's t test, two-sided): the seeds needed, the difference detected.
+
+`power_over_seeds` is the formula; `seeds_needed` and `difference_seen` solve it for the other two unknowns;
+`power_said` puts the answers into words for a lab.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from statistics import fmean, stdev
 from scipy.special import nctdtr, stdtrit
 
 POWER, LEVEL = 0.8, 0.05
-"""Chance that a comparison shows a difference that is there, and chance that it shows one that is not."""
+"""Probability that a comparison shows a difference that is there, and that it shows one that is not."""
 
 
 def power_over_seeds(difference: float, sd: float, seeds: int, level: float = LEVEL, *, paired: bool = False) -> float:
@@ -18,9 +22,20 @@ def power_over_seeds(difference: float, sd: float, seeds: int, level: float = LE
         two arms:  df = 2n − 2, λ = d / (s √(2/n))        seed by seed:  df = n − 1, λ = d / (s / √n)
         power = P(|T| > t₍df, 1 − level/2₎), T noncentral t with df and λ
 
-    ``seeds``: n, runs in each arm. ``sd``: s, standard deviation over seeds of an arm's result, the same in both; with
-    ``paired``, of the differences seed by seed. It is in the unit of ``difference``. Exact for normal results (J.
-    Cohen, Statistical Power Analysis, 2nd ed. 1988, ch. 2).
+    Exact for normal results (J. Cohen, Statistical Power Analysis, 2nd ed. 1988, ch. 2). 0 if there are too few seeds
+    for a test.
+
+    Args:
+        difference: d, between the arms' true means; its sign does not matter.
+        sd: s, standard deviation over seeds of an arm's result, the same in both arms, in the unit of ``difference``.
+            With ``paired``, the standard deviation of the differences seed by seed.
+        seeds: n, runs of each arm.
+        level: probability that the test shows a difference where there is none.
+        paired: the test is of the differences seed by seed.
+
+    Raises:
+        ValueError: the difference is 0, ``sd`` is not above 0, one of them is not finite, or ``level`` is not between 0
+            and 1.
     """
     if not (math.isfinite(difference) and difference != 0 and math.isfinite(sd) and sd > 0):
         raise ValueError(f"a difference that is not 0 and a spread above 0 are needed, got {difference!r} and {sd!r}")
@@ -39,8 +54,13 @@ def power_over_seeds(difference: float, sd: float, seeds: int, level: float = LE
 def seeds_needed(
     difference: float, sd: float, power: float = POWER, level: float = LEVEL, *, paired: bool = False
 ) -> int:
-    """Find the fewest seeds per arm that detect a true ``difference`` with probability ``power``: see
-    `power_over_seeds`. Raises ValueError without a difference or a spread, or beyond a million seeds."""
+    """Find the fewest seeds per arm that detect a true ``difference`` with probability ``power``. The other arguments
+    are those of `power_over_seeds`.
+
+    Raises:
+        ValueError: an argument is not allowed there, ``power`` is not between 0 and 1, or a million seeds are not
+            enough.
+    """
     if not 0 < power < 1:
         raise ValueError(f"power must lie between 0 and 1, got {power!r}")
     low, high = 1, 2
@@ -59,10 +79,10 @@ def seeds_needed(
 def difference_seen(
     seeds: int, sd: float, power: float = POWER, level: float = LEVEL, *, paired: bool = False
 ) -> float | None:
-    """Find the smallest true difference between two arms that a test detects with probability ``power``.
+    """Find the smallest true difference between two arms that a test detects with probability ``power``, in the unit of
+    ``sd``.
 
-    It is in the unit of ``sd``. ``seeds`` is the number of runs in each arm; the test, ``sd``, ``level`` and ``paired``
-    are those of `power_over_seeds`. None for fewer than two seeds, which have no spread to test by.
+    The other arguments are those of `power_over_seeds`. None for fewer than two seeds, which have no spread to test by.
     """
     if seeds < 2:
         return None
@@ -79,8 +99,8 @@ def difference_seen(
 
 
 def pooled_sd(arms: Sequence[Sequence[float]]) -> float | None:
-    """Compute the standard deviation over seeds within the arms, √(Σ (nᵢ − 1) sᵢ² / Σ (nᵢ − 1)). None: no arm has
-    two."""
+    """Compute the standard deviation over seeds within the arms, √(Σ (nᵢ − 1) sᵢ² / Σ (nᵢ − 1)). None if no arm has two
+    seeds."""
     several = [arm for arm in arms if len(arm) > 1]
     free = sum(len(arm) - 1 for arm in several)
     if free:
@@ -99,11 +119,14 @@ def power_said(
 
     Args:
         arms: the results of each arm so far, one a seed, as shares.
+        seeds: planned runs of each arm.
         difference: in points, to be detected with 80% probability; None: none is asked for.
         spread: standard deviation over seeds, in points; None: that of ``arms``, pooled.
-        problems: held-out problems behind a result, for the part of the spread that is the evaluation's.
+        problems: held-out problems behind a result. With them the text also says how much of the spread the evaluation
+            alone causes.
 
-    Raises ValueError if a difference or a spread is not above 0.
+    Raises:
+        ValueError: ``difference`` or ``spread`` is not above 0.
     """
     for option, value in (("--difference", difference), ("--spread", spread)):
         if value is not None and not value > 0:
@@ -138,7 +161,8 @@ def power_said(
 
 
 def _of_evaluation(results: Sequence[float], problems: int | None) -> str:
-    """Say which spread the evaluation alone causes: √(p(1 − p)/n), for n problems answered independently."""
+    """Say how much spread the evaluation alone causes: √(p(1 − p)/n) for the mean result p, with n problems answered
+    independently."""
     if problems is None or not results:
         return ""
     share = fmean(results)

@@ -1,4 +1,8 @@
-"""Result of an evaluation: the graded completions (`Outcome`) with their files, and the numbers drawn from them."""
+"""Result of an evaluation: the graded completions (`Outcome`) with their files, and the numbers drawn from them.
+
+`EvaluationResult.write` leaves `outcomes.jsonl`, `outcomes.parquet` and `summary.json` in a folder;
+`EvaluationResult.read` takes the outcomes from there and computes every number again.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +34,25 @@ Kind = Literal["greedy", "sampled"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one completion: what the model wrote for a problem, and what the reward said of it.
+    """One completion of a problem, and what the reward said of it.
 
-    problem     index of the row in the evaluated rows
-    kind        "greedy" (one per problem) or "sampled"
-    sample      0 for greedy; 0 … n_samples − 1 for sampled
-    question    the plain prompt, or the last user message
-    prompt      exactly the text the model continued (template included)
-    solution    the gold answer in the column `solution`, as text; None: the rows have no such column
-    completion  what the model wrote, special tokens removed
-    tokens      tokens it wrote, the end-of-sequence token included
-    truncated   it reached max_new_tokens without an end-of-sequence token
-    score       the reward; None: unscorable, counted apart and in no accuracy
-    answer      the answer that votes in maj@k; None: none found, or no reader for answers was given
-    thinking    tokens that it wrote before its thinking was closed; None: it did not think
-    log_prob    mean log-prob of the tokens that the model wrote, in nats; None: not asked for
-    measures    name → score of each further reward (`format`, `language`, …); None: unscorable
-    group       the row's value, as text, in the column by which accuracy is reported; None: there is no such column
-    transcript  messages of a completion in turns, as JSON; None: it is one text
+    Attributes:
+        problem: index of the row among the evaluated rows.
+        kind: "greedy" (one per problem) or "sampled".
+        sample: 0 for greedy; 0 … n_samples − 1 for sampled.
+        question: the plain prompt, or the last user message.
+        prompt: exactly the text that the model continued, template included.
+        solution: the gold answer in the column `solution`, as text; None: the rows have no such column.
+        completion: what the model wrote, without special tokens.
+        tokens: how many tokens it wrote, the end-of-sequence token included.
+        truncated: it reached max_new_tokens without an end-of-sequence token.
+        score: the reward; None: unscorable, counted apart and in no accuracy.
+        answer: the answer that votes in maj@k; None: none was found, or nothing reads answers.
+        thinking: tokens that it wrote before its thinking was closed; None: it did not think.
+        log_prob: mean log-prob of the tokens that the model wrote, in nats; None: not asked for.
+        measures: name → score of each further reward (`format`, `language`, …); None: unscorable.
+        group: the row's value, as text, in the column by which accuracy is reported; None: there is no such column.
+        transcript: messages of a completion in several turns, as JSON; None: it is one text.
     """
 
     problem: int
@@ -69,13 +74,18 @@ class Outcome:
 
     @property
     def correct(self) -> bool | None:
+        """Return whether the score is that of a correct answer; None if it is unscorable."""
         if self.score is None:
             return None
         return self.score >= CORRECT_FROM
 
 
 def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
-    """Write `outcomes.parquet` for tools and `outcomes.jsonl` for eyes and `grep`: the same rows, `correct` added."""
+    """Write the outcomes to ``folder`` twice: `outcomes.parquet` for tools, `outcomes.jsonl` for eyes and `grep`.
+
+    Both have a row for each outcome, its fields and `correct`. Fields that no outcome uses (`group`, `transcript`,
+    `measures`) are left out.
+    """
     import pyarrow as pa
 
     records = [encodable(asdict(outcome) | {"correct": outcome.correct}) for outcome in outcomes]
@@ -95,13 +105,18 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:
+    """Write a table to ``path``, whole or not at all."""
     import pyarrow.parquet as pq
 
     write_whole(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
 def read_outcome(row: dict[str, Any], where: str) -> Outcome:
-    """Make an outcome from a line of JSON; fields that earlier releases did not write get their defaults."""
+    """Make an outcome from a line of `outcomes.jsonl`. Fields that earlier releases did not write get their defaults.
+
+    Raises:
+        ValueError: a field is missing, has the wrong type, or is no finite number. The message begins with ``where``.
+    """
     row = {"thinking": None, "log_prob": None, "measures": {}, "group": None, "transcript": None, **row}
     names = [f.name for f in fields(Outcome)]
     if missing := [name for name in names if name not in row]:
@@ -124,7 +139,7 @@ def read_outcome(row: dict[str, Any], where: str) -> Outcome:
 
 
 def as_text(value: object) -> str | None:
-    """Convert a gold answer to text: strings as they are, None as None, anything else as JSON."""
+    """Convert a gold answer to text: a string stays, None stays, anything else becomes JSON."""
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
@@ -132,9 +147,12 @@ def as_text(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Outcomes of one model on one set of problems. Every number below is computed from ``outcomes``.
+    """Outcomes of one model on one set of problems. Every number is computed from them.
 
-    settings: how it was produced (max_new_tokens, temperature, seed, …). seconds: generation and grading together.
+    Attributes:
+        outcomes: the graded completions.
+        settings: how they were made (max_new_tokens, temperature, seed, …).
+        seconds: wall-clock seconds of generation and grading together; None: unknown.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -143,25 +161,29 @@ class EvaluationResult:
 
     @cached_property
     def greedy(self) -> tuple[Outcome, ...]:
+        """Return the outcomes of greedy answers."""
         return tuple(outcome for outcome in self.outcomes if outcome.kind == "greedy")
 
     @cached_property
     def sampled(self) -> tuple[Outcome, ...]:
+        """Return the outcomes of samples."""
         return tuple(outcome for outcome in self.outcomes if outcome.kind == "sampled")
 
     @property
     def n_problems(self) -> int:
+        """Return the number of problems with an outcome."""
         return len({outcome.problem for outcome in self.outcomes})
 
     @cached_property
     def accuracy(self) -> Interval | None:
-        """Greedy accuracy over the scorable problems, 95% Wilson interval. None if none was scorable."""
+        """Return the greedy accuracy over the scorable problems, with its 95% Wilson interval. None if no problem was
+        scorable."""
         return statistics.accuracy_interval([o.correct for o in self.greedy if o.correct is not None])
 
     @cached_property
     def accuracy_by(self) -> dict[str, Interval]:
-        """Greedy accuracy for each value of the column that the setting `by` names; numbers among the values are
-        sorted."""
+        """Return the greedy accuracy for each value of the column that the setting `by` names, numbers sorted by
+        value."""
         found: dict[str, list[bool]] = {}
         for one in self.greedy:
             if one.group is not None and one.correct is not None:
@@ -171,18 +193,19 @@ class EvaluationResult:
 
     @cached_property
     def sampled_accuracy(self) -> Interval | None:
-        """Mean over problems of the share of correct samples, interval clustered by problem."""
+        """Return the mean over problems of the share of their samples that are correct, with an interval clustered by
+        problem. None without scorable samples."""
         return self._interval([fmean(correct for _, correct in votes) for votes in self._votes])
 
     @cached_property
     def pass_at(self) -> dict[int, Interval]:
-        """k → unbiased pass@k, averaged over the problems with at least k scorable samples."""
+        """Return k → unbiased pass@k, averaged over the problems with at least k scorable samples."""
         return self._over_problems(lambda votes, k: statistics.pass_at_k(len(votes), sum(c for _, c in votes), k))
 
     @cached_property
     def pass_at_by(self) -> dict[str, dict[int, Interval]]:
-        """`pass_at` over the problems of each value of the column that the setting `by` names; numbers among the values
-        are sorted."""
+        """Return `pass_at` over the problems of each value of the column that the setting `by` names, numbers sorted by
+        value."""
         found: dict[str, list[Outcome]] = {}
         for one in self.sampled:
             if one.group is not None:
@@ -191,14 +214,14 @@ class EvaluationResult:
 
     @cached_property
     def majority_at(self) -> dict[int, Interval]:
-        """k → maj@k. Empty if no answers could be read (then no vote can be held)."""
+        """Return k → maj@k. Empty if nothing reads answers, since there is no vote then."""
         if self.settings.get("answers_read", True):
             return self._over_problems(statistics.majority_at_k)
         return {}
 
     @cached_property
     def _votes(self) -> list[list[Vote]]:
-        """The scorable samples of each problem, in the order drawn."""
+        """Return the scorable samples of each problem as votes, in the order in which they were drawn."""
         votes: dict[int, list[Vote]] = {}
         for outcome in sorted(self.sampled, key=lambda o: (o.problem, o.sample)):
             if outcome.correct is not None:
@@ -209,9 +232,12 @@ class EvaluationResult:
         return list(votes.values())
 
     def _interval(self, per_problem: list[float]) -> Interval | None:
+        """Return the mean over problems with an interval clustered by problem."""
         return statistics.clustered_interval(per_problem, max(map(len, self._votes), default=0))
 
     def _over_problems(self, estimate: Callable[[list[Vote], int], float]) -> dict[int, Interval]:
+        """Return k → mean of ``estimate`` over the problems with at least k scorable samples, for each k that is
+        reported."""
         found = {
             k: self._interval([estimate(votes, k) for votes in self._votes if len(votes) >= k])
             for k in statistics.ks_up_to(max(map(len, self._votes), default=0))
@@ -220,22 +246,27 @@ class EvaluationResult:
 
     @property
     def mean_length(self) -> float | None:
+        """Return the mean tokens of a greedy completion; None if there is none."""
         return mean(o.tokens for o in self.greedy)
 
     @property
     def mean_length_correct(self) -> float | None:
-        """Mean tokens of a correct greedy completion. None if there is none."""
+        """Return the mean tokens of a correct greedy completion; None if there is none."""
         return mean(o.tokens for o in self.greedy if o.correct is True)
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
-        """Numbers of the greedy completions, as in `summary.json`: `worked_out_share` and so on."""
+        """Return the numbers of the greedy completions by their names in `summary.json`: `worked_out_share` and so
+        on."""
         return _tally(self.greedy, self.accuracy)
 
     @cached_property
     def calibration(self) -> dict[str, Calibration]:
-        """How sure the model was against how right, by the log-prob of greedy answers and by the agreement of
-        samples."""
+        """Return how well confidence and correctness agree, by measure of confidence.
+
+        `log_prob`: the probability of a greedy answer per token. `agreement`: the share of a problem's samples that
+        give the most frequent answer. A measure that was not recorded is left out.
+        """
         sure = [(math.exp(o.log_prob), float(o.score >= CORRECT_FROM)) for o in self.greedy
                 if o.log_prob is not None and o.score is not None]  # fmt: skip
         agreed = []
@@ -245,13 +276,13 @@ class EvaluationResult:
 
     @property
     def stopped(self) -> str | None:
-        """Where the evaluation was stopped by hand; None if it is complete."""
+        """Return where the evaluation was stopped by hand; None if it is complete."""
         said = self.settings.get("stopped")
         return None if said is None else str(said)
 
     @property
     def gaps(self) -> list[str]:
-        """Reasons, in words, why the result covers fewer problems than were asked for."""
+        """Return the reasons, in words, why the result covers fewer problems than were asked for."""
         found = []
         if self.stopped:
             found.append(f"stopped {self.stopped}: a part of the problems, and no fair sample of them")
@@ -264,6 +295,7 @@ class EvaluationResult:
         return found
 
     def summary(self) -> dict[str, Any]:
+        """Return the contents of `summary.json`."""
         sampled = None
         if self.sampled:
             sampled = _tally(self.sampled, self.sampled_accuracy) | {
@@ -283,13 +315,14 @@ class EvaluationResult:
         }
 
     def _by(self) -> dict[str, Any]:
+        """Return `accuracy_by` as it stands in `summary.json`; empty without the setting `by`."""
         groups = {group: interval.to_dict() for group, interval in self.accuracy_by.items()}
         if groups:
             return {"accuracy_by": {str(self.settings.get("by")): groups}}
         return {}
 
     def write(self, folder: str | Path) -> Path:
-        """Write `outcomes.jsonl` and `outcomes.parquet`, then `summary.json`, into ``folder``; return it."""
+        """Write `outcomes.jsonl` and `outcomes.parquet`, then `summary.json`, into ``folder``; return the folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").unlink(missing_ok=True)  # of another evaluation
@@ -299,7 +332,8 @@ class EvaluationResult:
 
     @classmethod
     def read(cls, folder: str | Path) -> EvaluationResult:
-        """Read the result that :meth:`write` left in ``folder``; its numbers are computed again from the outcomes."""
+        """Read the result that `write` left in ``folder``. Raises ValueError or OSError if a file is damaged or
+        missing."""
         folder = Path(folder)
         summary = read_record(folder / "summary.json", {"settings": dict}, "it is not the summary of an evaluation")
         path = folder / "outcomes.jsonl"
@@ -309,7 +343,8 @@ class EvaluationResult:
 
 
 def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval | None:
-    """Compute the change in greedy accuracy on the problems scorable in both; None if their questions differ."""
+    """Compute the change in greedy accuracy on the problems that are scorable in both results; None if there are none,
+    or if their questions differ."""
     old = {o.problem: o for o in before.greedy if o.correct is not None}
     new = {o.problem: o for o in after.greedy if o.correct is not None}
     shared = sorted(old.keys() & new.keys())
@@ -319,7 +354,7 @@ def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval |
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Average the values that are not None (of flags: the share that is set); None if all are."""
+    """Average the values that are not None (of flags: the share that is set); None if there are none."""
     there = [one for one in values if one is not None]
     return fmean(there) if there else None
 
@@ -330,7 +365,7 @@ def _plain(intervals: Mapping[int, Interval]) -> dict[str, Any]:
 
 
 def _in_order(group: str) -> tuple[bool, float, str]:
-    """Sort key: numbers by value, then other texts."""
+    """Return the sort key of a group: numbers come first, by value, then other texts."""
     number = None
     if DECIMAL.fullmatch(group):
         number = float(group)
@@ -338,9 +373,12 @@ def _in_order(group: str) -> tuple[bool, float, str]:
 
 
 def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, Any]:
-    """Summarise completions. ``worked_out_share``: those that write a calculation down
-    (``grpo_lab.rewards.worked_out``). ``reflection_share``: those with a word of reflection
-    (``grpo_lab.rewards.completion.reflects``). ``mean_thinking``: over those that think."""
+    """Return the numbers of some completions, by their names in `summary.json`.
+
+    `worked_out_share` counts those that write a calculation down (``grpo_lab.rewards.arithmetic.works_out``),
+    `reflection_share` those with a word of reflection (``grpo_lab.rewards.completion.reflects``). `mean_thinking` is
+    over those that think.
+    """
     measured = outcomes[0].measures if outcomes else ()
     return {
         "completions": len(outcomes),
@@ -360,8 +398,13 @@ def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, 
 
 
 def number_at(summary: Any, name: str, where: str) -> float:
-    """Return the number at a dotted place of ``EvaluationResult.summary``, such as ``greedy.accuracy.value``; NaN for
-    None. Raises ValueError, naming ``where``, if there is no such place, or no number."""
+    """Return the number at a dotted place of ``EvaluationResult.summary``, such as ``greedy.accuracy.value``; NaN if
+    None is there.
+
+    Raises:
+        ValueError: there is no such place, or it holds no number. The message names ``where``, the setting that asks
+            for it.
+    """
     for step in name.split("."):
         if not isinstance(summary, Mapping) or step not in summary:
             if isinstance(summary, Mapping):

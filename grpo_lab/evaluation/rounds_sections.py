@@ -1,4 +1,7 @@
-"""Rounds on a page: curves, and a table with a row for each round."""
+"""Rounds on a page: curves, and a table with a row for each round.
+
+A round is one turn of `grpo-lab rounds`: sample, choose, train, evaluate. Its numbers are a line of `rounds.jsonl`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from grpo_lab.evaluation.page import Section, Table
 from grpo_lab.evaluation.terminal import NOT_RECORDED
 
 Lines = Sequence[Mapping[str, float]]
+"""Numbers of each round, by name."""
 
 ACCURACY = "{accuracy:.1%} [{accuracy_low:.1%}, {accuracy_high:.1%}]"
 COLUMNS = [
@@ -27,7 +31,7 @@ COLUMNS = [
     ("sample length", "{sample_length:.1f}"),
     ("w(θ), first → last", "{weight_first:.3f} → {weight_last:.3f}"),
 ]
-"""Columns of the table: heading, and function that writes a cell. A missing number is written as a dash."""
+"""Columns of the table: heading, and format string of a cell. A cell whose number is missing is a dash."""
 _FOOT = (
     "Round 0 is the start model. Right: of the samples that could be scored. Kept: own rows (pairs) over samples. "
     "Ways: right answers that differ. Lengths in tokens. The same lines, unrounded: rounds.jsonl."
@@ -43,12 +47,17 @@ def rounds_sections(lines: Lines) -> list[Section]:
 
 
 def rounds_table(lines: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str]] = COLUMNS) -> Table:
-    """Make a table with one row a round; columns that no round has a number for are left out."""
+    """Make a table with a row for each round.
+
+    Args:
+        lines: the numbers of each round.
+        columns: (heading, format string of a cell); columns that no round has a number for are left out.
+    """
 
     def cell(how: str, line: Mapping[str, Any]) -> str:
         try:
             return how.format(**line)
-        except (KeyError, TypeError):  # not there, or None
+        except (KeyError, TypeError):  # the number is missing, or None
             return NOT_RECORDED
 
     rows = [[cell(how, line) for _, how in columns] for line in lines]
@@ -57,7 +66,8 @@ def rounds_table(lines: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str
 
 
 def rounds_figures(lines: Lines) -> list[Figure]:
-    """Draw accuracy over rounds, accuracy over tokens, shares, lengths, and for pairs the weight w(θ)."""
+    """Draw accuracy over rounds and over generated tokens, shares of samples, lengths, and, where a method trains on
+    pairs, their weight w(θ). Figures without a number are left out."""
 
     def drawn(title: str, meaning: str, unit: str, *series: Line, over: str = "round", **shape: Any) -> Figure | None:
         return figure(title, meaning, series, unit, x_unit=over, from_zero=True, **shape)
@@ -91,4 +101,5 @@ def rounds_figures(lines: Lines) -> list[Figure]:
 
 
 def accuracy_limits(line: Mapping[str, float]) -> tuple[float, float]:
+    """Return the interval of a round's accuracy; without one, the accuracy twice."""
     return line.get("accuracy_low", line["accuracy"]), line.get("accuracy_high", line["accuracy"])

@@ -1,4 +1,9 @@
-"""`write_report`: an HTML page about a folder, whatever command wrote it. Pages of runs and of rounds are made here."""
+"""`write_report`: an HTML page about a folder, whatever command wrote it.
+
+`write_report` reads the folder (`read_run`), and `page_of` chooses the page by what is in it. The pages of runs,
+pipelines and rounds are made here; that of a curation is in `curation_page.py`, that of several runs in
+`comparison.py`.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +59,15 @@ _CONTROL = (
 
 
 def write_report(place: str | Path, stages: StagesOf = as_left) -> Path:
-    """Write `report.html` in a folder of `train`, `long2short`, `rounds`, `curate`, `evaluate` or `pipeline`.
-
-    Return its path. ``stages``: a function that returns a pipeline's current stages; default: as its last run left
-    them.
+    """Write `report.html` into a folder of `train`, `long2short`, `rounds`, `curate`, `evaluate` or `pipeline`; return
+    its path.
 
     A missing piece is named at the end of the page, a damaged one under "Notices". If ``place`` is the page of a
     comparison, it is made again from its runs.
+
+    Args:
+        place: the folder, or the page of a comparison.
+        stages: a function that returns a pipeline's current stages; default: as its last run left them.
 
     Raises:
         ValueError: there is nothing of ours in ``place``, which is left unchanged.
@@ -72,14 +79,19 @@ def write_report(place: str | Path, stages: StagesOf = as_left) -> Path:
 
 
 def report_page(folder: Path, stages: StagesOf = as_left) -> Page:
-    """Make the page about what ``folder`` holds."""
+    """Make the page about what ``folder`` holds. ``stages``: as in `write_report`."""
     record = read_run(folder)
     record.stages = list(stages(folder)) or record.stages
     return page_of(record)
 
 
 def page_of(record: RunRecord) -> Page:
-    """Make the page about a record. Of several kinds the page is about the first, and a notice names the others."""
+    """Make the page about a record. If its folder holds results of several commands, the page is about the first, and a
+    notice names the others.
+
+    Raises:
+        ValueError: the record is of nothing that has a page.
+    """
     if not record.kind:
         raise ValueError(f"{_without_a_page(record.folder)}; nothing was changed")
     if record.kind == CURATION:
@@ -111,7 +123,7 @@ def _without_a_page(folder: Path) -> str:
 
 
 def run_page(record: RunRecord) -> Page:
-    """Make the page of what ``record`` has; what it lacks is named at the end."""
+    """Make the page of a training, a `long2short` or an evaluation. What the record lacks is named at the end."""
     trained = record.kind not in (EVALUATION, LONG2SHORT)
     settings = record.summary or (record.after.settings if record.after and record.kind == EVALUATION else {})
     figures, missing = panel_figures(record)
@@ -143,7 +155,7 @@ def run_page(record: RunRecord) -> Page:
 
 
 def pipeline_page(record: RunRecord) -> Page:
-    """Make the page of a pipeline, out of `pipeline.json` and the folders of the stages."""
+    """Make the page of a pipeline, from `pipeline.json` and the folders of its stages."""
     stages = record.stages
     done = sum(one.status == "done" for one in record.stages)
     said = {one.name: {"why it was done": one.why, "results": one.results, **_said(one.settings)} for one in stages}
@@ -163,7 +175,7 @@ def pipeline_page(record: RunRecord) -> Page:
 
 
 def title_of(record: RunRecord) -> str:
-    """Return the run's name, or else its folder's."""
+    """Return the run's name, or the folder's name if the run has none."""
     name = record.summary.get("name")
     if isinstance(name, str) and name:
         return name
@@ -178,7 +190,8 @@ def notices_of(record: RunRecord) -> list[str]:
 
 
 def accuracy_cards(record: RunRecord) -> list[Card]:
-    """Make cards of held-out accuracy before and after, and of the gain on the same problems, as far as measured."""
+    """Make the cards of held-out accuracy before and after training, and of the gain on the same problems, as far as
+    they were measured."""
     before = record.before
     after = record.after
     cards = []
@@ -193,6 +206,7 @@ def accuracy_cards(record: RunRecord) -> list[Card]:
 
 
 def _length_card(record: RunRecord) -> list[Card]:
+    """Make the card of the mean length of right answers, if it was measured."""
     before = record.before
     after = record.after
     if after is None or after.mean_length_correct is None:
@@ -208,7 +222,8 @@ def _length_card(record: RunRecord) -> list[Card]:
 
 
 def evaluation_sections(record: RunRecord) -> list[Section]:
-    """Make the sections of the model's answers, and of all numbers of the evaluations."""
+    """Make the sections of the model's answers, of all numbers of the evaluations, and of a sweep over conditions, if
+    there is one."""
     before = record.before
     after = record.after
     now = after or before
@@ -249,7 +264,7 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
 
 
 def reliability_figures(before: EvaluationResult | None, after: EvaluationResult | None) -> list[Figure]:
-    """Draw reliability diagrams before and after training: in each bin of confidence, the share of right answers.
+    """Draw reliability diagrams before and after training: the share of right answers in each bin of confidence.
 
     There is a figure for each measure of confidence that was recorded: agreement of a problem's samples, and the
     answer's probability per token. A calibrated model lies on the diagonal.
@@ -268,7 +283,8 @@ def reliability_figures(before: EvaluationResult | None, after: EvaluationResult
 
 
 def _metrics_section(record: RunRecord) -> Section:
-    """Make a table of each metric over the run; start and end are means of the first and last tenth."""
+    """Make a table with a row for each metric. Start and end are means over the first and the last tenth of the logged
+    steps."""
     rows = []
     for name, series in sorted(record.metrics.items()):
         values = [value for _, value in series]
@@ -304,14 +320,15 @@ def rounds_page(record: RunRecord) -> Page:
 
 
 def _said(value: Any) -> dict[str, Any]:
-    """Return a section of the recipe without its None values; empty if there is none."""
+    """Return a mapping without its None values; empty if ``value`` is no mapping."""
     if isinstance(value, Mapping):
         return {name: inner for name, inner in value.items() if inner is not None}
     return {}
 
 
 def _rounds_cards(record: RunRecord) -> list[Card]:
-    """Make cards of accuracy, for a finished run from its evaluations, else from the rounds so far."""
+    """Make the cards of accuracy and of tokens generated. Accuracy is from the evaluations of a finished run, or else
+    from the rounds so far."""
     lines = record.rounds
     cards = accuracy_cards(record)
     for line in [] if cards else [line for line in lines if "accuracy" in line]:

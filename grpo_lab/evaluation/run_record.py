@@ -1,15 +1,17 @@
 """What a run left in its folder, finished or not. A missing or damaged piece never stops a report.
 
     run.json                  what was run: pipeline, model, template, objective, settings, versions, seed, seconds;
-                              of a finished run the names of the files that it has left (``gone_from``)
+                              of a finished run also the names of the files that it has left (``gone_from``)
     metrics.jsonl             one JSON object a logged step, with `step`; keys as in TRL's log_history
-    rounds.jsonl              one a round, of `grpo-lab rounds`
+    rounds.jsonl              one JSON object a round of `grpo-lab rounds`
     evaluation/before, after  written by EvaluationResult.write; evaluation/step_<n>: during training
-    outcomes.jsonl            of a folder that is one evaluation; curation.json: of one that is a curation
+    outcomes.jsonl            if the folder is one evaluation
+    curation.json             if the folder is a curation
     token_weights.jsonl       a line each n-th optimizer step: `grpo_lab.diagnostics.token_weights`
     pipeline.json             the stages of a pipeline, each with a folder of its name
 
-Whatever could not be read is named in `notices`. ``grpo_lab.diagnostics`` judges from ``metrics.jsonl`` if a run works.
+`read_run` reads all of this into a `RunRecord`. Whatever could not be read is named in its ``notices``. `last_verdict`
+and `left_out` say from the metrics how a training went.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from grpo_lab.evaluation.statistics import is_number
 from grpo_lab.reading import json_lines, read_record
 
 Series = list[tuple[int, float]]
-"""(optimizer step, value), steps rising."""
+"""Pairs (optimizer step, value), steps rising."""
 
 EVALUATE = "evaluate"
 """Kind of the stage of a pipeline that evaluates the model of another stage."""
@@ -44,16 +46,30 @@ RUNNING = "running"
 FAILED = "failed"
 BROKEN_OFF = "broken off"
 DONE = "done"
-"""The states of a stage: not begun, under way, ended by an error, ended by a stop or a kill, done."""
+"""The states of a stage: not begun, running, ended by an error, ended by a stop or a kill, done."""
 _JUDGED = ("judge", "mode", "reward", "template", "thinking")
+"""Settings that evaluations have in common if they are compared within a pipeline."""
 _NUMBERED_LINES = 5
+"""Number of damaged lines of a file that are named one by one."""
 
 
 @dataclass
 class PipelineStage:
-    """A stage in `pipeline.json`. ``why``: the reason to run it; ``error``: what ended it, or is odd about it.
-    ``inputs``: setting → what it takes ``from`` (``stage.thing``); ``before``: the stages that it takes from.
-    ``results``: its facts."""
+    """A stage as `pipeline.json` lists it.
+
+    Attributes:
+        name: its name, also that of its folder.
+        kind: what the stage does, such as `train` or `evaluate`.
+        status: ``WAITING``, ``RUNNING``, ``FAILED``, ``BROKEN_OFF`` or ``DONE``, or a sentence that says why a done
+            stage has to be repeated.
+        why: why it is or was to be run.
+        error: what ended it, or what is odd about it; empty: nothing.
+        settings: its settings.
+        inputs: setting → {"from": "stage.thing"}, what the setting takes from another stage.
+        before: names of the stages that it takes something from.
+        seconds: wall-clock seconds that it took; None: unknown.
+        results: its facts, by name.
+    """
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
     kind: str
@@ -68,8 +84,7 @@ class PipelineStage:
 
 
 StagesOf = Callable[[Path], Sequence[PipelineStage]]
-"""Function that reads how the stages of the pipeline in a folder stand now. Without it, `pipeline.json` of its last run
-is read."""
+"""Function from a pipeline's folder to its stages as they are now. If it returns none, `pipeline.json` counts."""
 
 
 def as_left(folder: Path) -> Sequence[PipelineStage]:
@@ -79,11 +94,23 @@ def as_left(folder: Path) -> Sequence[PipelineStage]:
 
 @dataclass
 class RunRecord:
-    """A run as far as it could be read; a field is empty or None if nothing was found for it.
+    """A run, as far as it could be read. A field is empty or None if nothing was found for it.
 
-    kinds: what the folder holds; its page is about the first. rounds: the numbers in each line of `rounds.jsonl`.
-    token_weights: the lines of `token_weights.jsonl`. stages: of a pipeline, in their order; ``before`` and ``after``
-    are then its first and last answers to the problems that it was evaluated on most often. name: in a comparison.
+    Attributes:
+        folder: its output folder.
+        summary: contents of `run.json`; for a pipeline also of `pipeline.json`.
+        metrics: name → series of (optimizer step, value).
+        before: evaluation before training. Of a pipeline: the first model's, on the problems on which most of its
+            models were evaluated.
+        after: evaluation after training. Of a pipeline: the last model's, on the same problems. Of a folder that is one
+            evaluation: that one.
+        during: (optimizer step, evaluation) during training, steps rising.
+        rounds: numbers in each line of `rounds.jsonl`.
+        token_weights: lines of `token_weights.jsonl`.
+        stages: a pipeline's stages, in their order.
+        notices: sentences about what could not be read, or is odd.
+        kinds: what the folder holds, such as ``TRAINING``; the page is about the first.
+        name: how a comparison calls the run.
     """
 
     folder: Path
@@ -101,10 +128,12 @@ class RunRecord:
 
     @property
     def kind(self) -> str:
+        """Return what the page is about; empty if the folder holds nothing of ours."""
         return self.kinds[0] if self.kinds else ""
 
     @property
     def last_step(self) -> int:
+        """Return the last optimizer step with a logged metric; 0 without metrics."""
         return max((series[-1][0] for series in self.metrics.values()), default=0)
 
     def first_of(self, *names: str) -> Series:
@@ -113,8 +142,15 @@ class RunRecord:
 
 
 def read_run(folder: str | Path, summary: Mapping[str, Any] | None = None) -> RunRecord:
-    """Read all that can be read from ``folder``. ``summary``: the contents of its ``run.json``, if known already.
-    Raises ValueError if there is no such folder, or it holds nothing but a damaged evaluation."""
+    """Read all that can be read from ``folder``.
+
+    Args:
+        folder: the output folder of a command.
+        summary: the contents of its `run.json`, if they are known already.
+
+    Raises:
+        ValueError: there is no such folder, or it is one evaluation and damaged.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; the output folder of a run is needed")
@@ -153,20 +189,21 @@ def read_run(folder: str | Path, summary: Mapping[str, Any] | None = None) -> Ru
 
 
 def gone_from(folder: Path, summary: Mapping[str, Any]) -> list[str]:
-    """List the files that ``run.json`` names in ``left``, as left by the finished run, and that no longer exist."""
+    """List the files that a finished run has left, by ``left`` in its `run.json`, and that no longer exist."""
     left = summary.get("left")
     names = left if isinstance(left, list) else []
     return [str(name) for name in names if not (folder / str(name)).is_file()]
 
 
 def in_few_words(gone: Sequence[str]) -> str:
-    """Name the first missing file, and say how many more there are."""
+    """Name the first missing file and how many more there are, with the verb: `x is`, `x and 2 more are`."""
     more = f" and {len(gone) - 1} more are" if len(gone) > 1 else " is"
     return f"{gone[0]}{more}"
 
 
 def _kinds_of(record: RunRecord) -> list[str]:
-    """Return what the folder holds, by the last command in `run.json`, else by files that only one command writes."""
+    """Return what the folder holds: by the command that `run.json` names, or else by files that only one command
+    writes."""
     folder = record.folder
     pipeline = record.summary.get("pipeline")
     anything = record.summary or record.metrics or record.before or record.after or record.during or record.notices
@@ -185,6 +222,7 @@ def _kinds_of(record: RunRecord) -> list[str]:
 
 
 def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
+    """Read a file of settings. It is empty if it is missing, or damaged, which a notice then says."""
     if not path.is_file():
         return {}
     try:
@@ -195,7 +233,7 @@ def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
 
 
 def read_stages(record: RunRecord) -> None:
-    """Read `pipeline.json` into ``record``: its stages, and what `run.json` does not say."""
+    """Read `pipeline.json` into ``record``: its stages, and settings that `run.json` does not have."""
     summary = _read_summary(record.folder / STAGES, record.notices)
     try:
         listed = TypeAdapter(list[PipelineStage]).validate_python(summary.pop("stages", []))
@@ -213,9 +251,11 @@ def read_stages(record: RunRecord) -> None:
 
 
 def _read_answers(record: RunRecord) -> None:
-    """Read a pipeline's ``before`` and ``after``, on the problems that most of its models were evaluated on. They are
-    the evaluations of the model that the others come from, and of the one that comes from them. If the pipeline ends in
-    several models (arms), none is its result, and a notice says so."""
+    """Read a pipeline's ``before`` and ``after``, on the problems on which most of its models were evaluated.
+
+    ``before`` is the evaluation of the model that all the others come from, ``after`` that of the model that comes from
+    them. If the pipeline ends in several models (arms), none is its result, and a notice says so.
+    """
     alike: dict[Any, dict[str, EvaluationResult]] = {}
     for stage in record.stages:
         for place in ("evaluation", "evaluation/before", "evaluation/after"):
@@ -247,8 +287,10 @@ def _read_answers(record: RunRecord) -> None:
 
 
 def _model_of(stage: PipelineStage, place: str) -> str:
-    """Name the evaluated model by the stage that made it. What a stage began with is `<stage> before`; another model is
-    named by its path."""
+    """Name the model of an evaluation by the stage that made it.
+
+    The model that a stage began with is called `<stage> before`. A model that no stage made is named by its path.
+    """
     if place.endswith("before"):
         return f"{stage.name} before"
     if stage.kind != EVALUATE:
@@ -272,7 +314,14 @@ def _come_from(model: str, stages: list[PipelineStage]) -> set[str]:
 
 
 def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, dict[str, float]]]:
-    """Return (``key``, the other numbers) of each line, sorted by ``key``. Notices name what is left out."""
+    """Read the numbers of a file with one JSON object a line.
+
+    Of two values of one name at the same ``key`` the later counts. Notices name what is left out: damaged lines, values
+    that are not finite.
+
+    Returns:
+        (``key``, name → number) of each line, by rising ``key``.
+    """
     rows: dict[int, dict[str, float]] = {}
     damaged: list[str] = []
     not_finite: Counter[str] = Counter()
@@ -306,7 +355,8 @@ def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, d
 
 
 def _read_token_weights(path: Path, notices: list[str]) -> list[dict[str, Any]]:
-    """Return the lines from which weights can be drawn, the last one of each step. Notices name what is left out."""
+    """Read the lines of `token_weights.jsonl` from which weights can be drawn, the last one of each step. Notices name
+    what is left out."""
     if not path.is_file():
         return []
     from grpo_lab.diagnostics.token_weights import over_steps  # loads torch
@@ -327,6 +377,8 @@ def _read_token_weights(path: Path, notices: list[str]) -> list[dict[str, Any]]:
 
 
 def _read_evaluation(folder: Path, notices: list[str], name: str = "") -> EvaluationResult | None:
+    """Read the evaluation in ``folder``. None if there is none, or if it is damaged, which a notice then says by its
+    ``name``."""
     if not folder.is_dir():
         return None
     try:
@@ -337,7 +389,7 @@ def _read_evaluation(folder: Path, notices: list[str], name: str = "") -> Evalua
 
 
 def last_verdict(record: RunRecord) -> Diagnosis | None:
-    """Return the diagnosis at a run's last window; None if no training was logged."""
+    """Return the diagnosis of a run at its last logging window; None if no training was logged."""
     found = windows(record)
     if found:
         return diagnose(found, facts_of(record))
@@ -345,7 +397,7 @@ def last_verdict(record: RunRecord) -> Diagnosis | None:
 
 
 def left_out(record: RunRecord) -> str | None:
-    """Say how many optimizer steps of a run the guard left out, and why; None where it left out none."""
+    """Say how many optimizer steps of a run were left out because a number was not finite; None if none was."""
     metrics = {name: series for name, series in record.metrics.items() if not name.startswith("eval_")}
     ends = sorted({step for series in metrics.values() for step, _ in series})
     length = {end: end - begin for begin, end in zip([0, *ends], ends, strict=False)}
@@ -361,7 +413,8 @@ def left_out(record: RunRecord) -> str | None:
 
 
 def windows(record: RunRecord) -> list[dict[str, float]]:
-    """Return the logging windows of training: those with a `loss`, or, where that was NaN, with the learning rate."""
+    """Return the logging windows of training, by rising step. A row counts as one if it has a `loss`, or the learning
+    rate, which is there even if the loss was NaN."""
     rows: dict[int, dict[str, float]] = {}
     for name, series in record.metrics.items():
         if not name.startswith("eval_"):
@@ -371,7 +424,8 @@ def windows(record: RunRecord) -> list[dict[str, float]]:
 
 
 def facts_of(record: RunRecord) -> Facts:
-    """Make the facts for the rules from the settings in run.json; those that are missing are unknown."""
+    """Return the facts that the rules of ``grpo_lab.diagnostics`` need, from the settings in `run.json`; what is
+    missing there is unknown."""
     settings = record.summary.get("settings")
     if not isinstance(settings, dict):
         return Facts()

@@ -1,6 +1,7 @@
 """Shares, intervals, pass@k and maj@k, from counts. No tensors, no model, no text.
 
-An estimate is over *problems*: samples of one problem are not independent, and enter no interval as if they were.
+Every estimate is over *problems*: samples of one problem depend on each other, and no interval counts them as
+independent.
 """
 
 from __future__ import annotations
@@ -20,13 +21,21 @@ Vote = tuple[str | None, bool]
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value from a file can be averaged and drawn: no bool, no NaN, not beyond 1e100."""
+    """Return whether a value from a file can be averaged and drawn: an int or float, but no bool, no NaN, and not
+    beyond 1e100."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e100 < value < 1e100
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A share (or a difference of shares) with its confidence limits; ``n`` is the number of problems behind it."""
+    """A share, or a difference of shares, with its 95% confidence limits.
+
+    Attributes:
+        value: the estimate.
+        low: the lower limit.
+        high: the upper limit.
+        n: number of problems behind it.
+    """
 
     value: float
     low: float
@@ -38,12 +47,15 @@ class Interval:
 
 
 def wilson_interval(successes: float, n: float) -> tuple[float, float]:
-    """Compute the confidence limits of a binomial share p̂ = successes / n.
+    """Compute the 95% confidence limits (low, high) of a binomial share p̂ = successes / n.
 
     (p̂ + z²/2n ± z √(p̂(1−p̂)/n + z²/4n²)) / (1 + z²/n)      E. B. Wilson, JASA 22 (1927)
 
-    Unlike p̂ ± z·SE it stays inside [0, 1] and does not collapse to a point at 0 of n or n of n.
-    ``n`` may be fractional: an effective number of problems (see :func:`clustered_interval`).
+    Unlike p̂ ± z·SE the interval stays inside [0, 1], and does not collapse to a point at 0 of n or n of n. ``n`` may
+    be fractional, as the effective number of problems of `clustered_interval` is.
+
+    Raises:
+        ValueError: n is not above 0, or successes are not in [0, n].
     """
     if n <= 0:
         raise ValueError(f"an interval needs at least one problem, got n={n!r}")
@@ -62,7 +74,8 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
 
 
 def accuracy_interval(correct: Sequence[bool]) -> Interval | None:
-    """Compute the share of correct problems, one greedy answer each. None if there are no problems."""
+    """Compute the share of correct problems, from one greedy answer each, with its Wilson interval. None if there are
+    no problems."""
     if not correct:
         return None
     low, high = wilson_interval(sum(correct), len(correct))
@@ -70,12 +83,13 @@ def accuracy_interval(correct: Sequence[bool]) -> Interval | None:
 
 
 def clustered_interval(per_problem: Sequence[float], samples_per_problem: int) -> Interval | None:
-    """Mean over problems of a per-problem mean in [0, 1], with limits that respect the clustering.
+    """Compute the mean over problems of a per-problem mean in [0, 1], with limits that respect the clustering. None if
+    there are no problems.
 
     The variance is that of the N problem means, SE² = s²/N (Miller, arXiv 2411.00640, eq. 1 for these means; eq. 4 for
-    clusters is about (N − 1)/N of it), not p(1−p)/(N·n). It is turned into an effective number of independent answers
-    n* = p(1−p)/SE² (Korn & Graubard, Survey Methodology 24, 1998) for Wilson's formula, so that the limits behave at 0
-    and 1; n* is kept within [1, N·n], and is N where all problems are alike.
+    clusters is about (N − 1)/N of it), and not p(1−p)/(N·n). It is turned into an effective number of independent
+    answers, n* = p(1−p)/SE² (Korn & Graubard, Survey Methodology 24, 1998), for Wilson's formula, so that the limits
+    behave at 0 and 1. n* is kept within [1, N·n], and is N if all problems have the same mean.
     """
     n = len(per_problem)
     if n == 0:
@@ -92,10 +106,14 @@ def clustered_interval(per_problem: Sequence[float], samples_per_problem: int) -
 
 
 def paired_difference(before: Sequence[bool], after: Sequence[bool]) -> Interval | None:
-    """Change in accuracy on the *same* problems: (became correct − became wrong) / N.
+    """Compute the change in accuracy on the *same* problems, (became correct − became wrong) / N. None if there are no
+    problems.
 
-    Wald limits for matched pairs after adding ½ to each of the four cells (Agresti & Min, Statistics in Medicine 24,
-    2005), which keeps them honest when few problems changed sides.
+    The limits are Wald's for matched pairs after ½ is added to each of the four cells (Agresti & Min, Statistics in
+    Medicine 24, 2005), which keeps them honest when few problems changed sides.
+
+    Raises:
+        ValueError: the two lists differ in length.
     """
     if len(before) != len(after):
         raise ValueError(f"the pairs must be on the same problems, got {len(before)} before and {len(after)} after")
@@ -113,9 +131,12 @@ def paired_difference(before: Sequence[bool], after: Sequence[bool]) -> Interval
 
 
 def mcnemar_exact(gained: int, lost: int) -> float:
-    """Two-sided p of McNemar's exact test: could ``gained`` and ``lost`` problems be heads and tails of a fair coin?
+    """Compute the two-sided p of McNemar's exact test: how probable it is that a fair coin falls at least as unevenly
+    as ``gained`` and ``lost`` problems.
 
-    2 · Σ_{i ≤ min} C(m, i) / 2^m with m = gained + lost, at most 1. Problems on which both agree do not count.
+    2 · Σ_{i ≤ min} C(m, i) / 2^m with m = gained + lost, at most 1
+
+    Problems on which both runs agree do not count.
     """
     flips = gained + lost
     tail = sum(math.comb(flips, i) for i in range(min(gained, lost) + 1))
@@ -123,8 +144,8 @@ def mcnemar_exact(gained: int, lost: int) -> float:
 
 
 def half_width_over_seeds(values: Sequence[float]) -> float | None:
-    """Compute half of the 95% interval of the mean over trainings: t · s / √n, s with n − 1. None for fewer than
-    two."""
+    """Compute half of the 95% interval of a mean over seeds, t · s / √n with Student's t and the sample's s (n − 1).
+    None for fewer than two values."""
     n = len(values)
     if n < 2:
         return None
@@ -132,9 +153,15 @@ def half_width_over_seeds(values: Sequence[float]) -> float | None:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that at least one of k of the n samples is correct, drawn without replacement: 1 − C(n−c, k) / C(n, k).
+    """Compute pass@k of one problem: the probability that at least one of k samples is correct, drawn from its n
+    without replacement.
+
+    1 − C(n−c, k) / C(n, k)
 
     Unbiased for k ≤ n, unlike 1 − (1 − c/n)^k. Chen et al., arXiv 2107.03374, eq. 1; computed in whole numbers.
+
+    Raises:
+        ValueError: k is not in [1, n], or ``correct`` not in [0, n].
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@k needs 1 <= k <= n samples, got k={k}, n={n}")
@@ -144,7 +171,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority_vote(votes: Sequence[Vote]) -> float:
-    """Chance that the most frequent answer is correct; a tie is broken at random, so it can be a fraction.
+    """Return the probability that the most frequent answer is correct: 1 or 0, or a fraction where a tie is broken at
+    random.
 
     Samples without an answer do not vote; without any vote the problem is not solved. An answer that was judged both
     ways (by a strict format, say) counts with the share of its samples judged correct.
@@ -160,9 +188,13 @@ def majority_vote(votes: Sequence[Vote]) -> float:
 
 
 def majority_at_k(votes: Sequence[Vote], k: int) -> float:
-    """maj@k of one problem: the vote of k samples, averaged over the ⌊n/k⌋ disjoint blocks of k in the order drawn.
+    """Compute maj@k of one problem: the vote of k samples, averaged over the ⌊n/k⌋ disjoint blocks of k in the order
+    drawn.
 
-    Samples are exchangeable, so each block is an unbiased look at "k samples and a vote"; with k = n it is one vote.
+    Samples are exchangeable, so each block is an unbiased look at "k samples and a vote"; with k = n there is one vote.
+
+    Raises:
+        ValueError: k is not in [1, n].
     """
     if not 1 <= k <= len(votes):
         raise ValueError(f"maj@k needs 1 <= k <= n samples, got k={k}, n={len(votes)}")
@@ -170,7 +202,7 @@ def majority_at_k(votes: Sequence[Vote], k: int) -> float:
 
 
 def ks_up_to(n: int) -> list[int]:
-    """Return the k that are reported for n samples: powers of two, and n itself."""
+    """Return the k that are reported for n samples: the powers of two, and n itself."""
     powers = [2**e for e in range(n.bit_length()) if 2**e <= n]
     if n in powers or n < 1:
         return powers

@@ -1,7 +1,7 @@
 """How well step scores tell right steps from wrong ones. Pure: scores and labels in, numbers out.
 
-    accuracy    share of the steps on whose side of ½ the score is, as the label is; chance is the larger class
-    balanced    mean of the shares among the right steps and among the wrong ones; chance is ½
+    accuracy    share of the steps whose score lies on the same side of ½ as their label; chance is the larger class
+    balanced    mean of that share among the right steps and among the wrong ones; chance is ½
     AUC         P(a right step scores above a wrong one), a tie counts ½; chance is ½     Hanley & McNeil, 1982
     F1          of first wrong steps: harmonic mean of how often the first wrong step of a wrong solution is found, and
                 how often a right solution is said to have none                  ProcessBench (arXiv 2412.06559)
@@ -22,7 +22,7 @@ from grpo_lab.evaluation.calibration import DRAWS
 from grpo_lab.evaluation.statistics import Interval
 
 MIDDLE = 0.5
-"""From this score on a step is said to be right, and from this label on it is."""
+"""Score from which on a step is said to be right, and label from which on it is right."""
 Array = NDArray[np.float64]
 Scored = Sequence[tuple[float, float]]
 """Pairs (score, label) of steps."""
@@ -32,8 +32,15 @@ FirstSteps = Sequence[tuple[int | None, int | None]]
 
 @dataclass(frozen=True)
 class StepAccuracy:
-    """Accuracy, balanced accuracy and AUC with 95% intervals; ``majority``: the accuracy of who always says the larger
-    class; ``steps``: their number. Balanced accuracy and AUC are NaN if there is one class only."""
+    """How well scores tell right steps from wrong ones, with 95% intervals.
+
+    Attributes:
+        accuracy: share of the steps whose score lies on the same side of ½ as their label.
+        majority: accuracy of always saying the larger class.
+        balanced: mean of the accuracies on right and on wrong steps; NaN if all steps are of one class.
+        auc: probability that a right step scores above a wrong one; NaN if all steps are of one class.
+        steps: number of steps.
+    """
 
     accuracy: Interval
     majority: float
@@ -42,13 +49,23 @@ class StepAccuracy:
     steps: int
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the numbers as JSON writes them."""
         names = ("accuracy", "balanced", "auc")
         intervals = {name: getattr(self, name).to_dict() for name in names}
         return {**intervals, "majority": self.majority, "steps": self.steps}
 
 
 def step_accuracy(problems: Sequence[Scored], draws: int = DRAWS, seed: int = 0) -> StepAccuracy:
-    """Measure the scores of steps, a list for each problem. Raises ValueError if there is no step."""
+    """Measure the scores of steps.
+
+    Args:
+        problems: for each problem the (score, label) of its steps.
+        draws: number of bootstrap draws of the problems.
+        seed: seed of these draws.
+
+    Raises:
+        ValueError: there is no step.
+    """
     parts = [np.array(steps, dtype=np.float64).reshape(-1, 2) for steps in problems if len(steps)]
     if not parts:
         raise ValueError("step accuracy needs at least one step with a score and a label")
@@ -64,6 +81,8 @@ def step_accuracy(problems: Sequence[Scored], draws: int = DRAWS, seed: int = 0)
 
 
 def _estimates(steps: Array) -> list[float]:
+    """Return accuracy, balanced accuracy and AUC of steps ``[S, 2]`` (score, label); the last two are NaN if there is
+    one class only."""
     said = steps[:, 0] >= MIDDLE
     right = steps[:, 1] >= MIDDLE
     balanced = float("nan")
@@ -73,8 +92,8 @@ def _estimates(steps: Array) -> list[float]:
 
 
 def area(scores: Array, right: NDArray[np.bool_]) -> float:
-    """Return the AUC: the share of pairs of a right and a wrong step in which the right one scores higher. NaN without
-    pairs."""
+    """Return the AUC, the share of pairs of a right and a wrong step in which the right one scores higher; a tie counts
+    ½. NaN without pairs."""
     wrong = np.sort(scores[~right])
     good = scores[right]
     pairs = len(good) * len(wrong)
@@ -87,7 +106,13 @@ def area(scores: Array, right: NDArray[np.bool_]) -> float:
 
 @dataclass(frozen=True)
 class FirstWrong:
-    """ProcessBench's numbers: accuracy on wrong solutions, on right ones, and F1 with its 95% interval."""
+    """ProcessBench's numbers.
+
+    Attributes:
+        wrong: share of the wrong solutions whose first wrong step is found.
+        right: share of the right solutions that are said to have no wrong step.
+        f1: harmonic mean of the two, with its 95% interval.
+    """
 
     wrong: float
     right: float
@@ -95,14 +120,22 @@ class FirstWrong:
 
 
 def first_wrong_step(scores: Sequence[float | None]) -> int | None:
-    """Return the first step that scores below ½, from 0; None if there is none. A step without a score is passed
+    """Return the index of the first step that scores below ½; None if there is none. A step without a score is passed
     over."""
     return next((at for at, score in enumerate(scores) if score is not None and score < MIDDLE), None)
 
 
 def first_wrong_f1(problems: Sequence[FirstSteps], draws: int = DRAWS, seed: int = 0) -> FirstWrong:
-    """Measure first wrong steps, a list of solutions for each problem. Raises ValueError unless there are solutions of
-    both kinds."""
+    """Measure how well first wrong steps are found.
+
+    Args:
+        problems: for each problem the (step that was said, true step) of its solutions; None: no step is wrong.
+        draws: number of bootstrap draws of the problems.
+        seed: seed of these draws.
+
+    Raises:
+        ValueError: not both kinds of solutions are there, with a wrong step and without one.
+    """
     wrong = [true is not None for solutions in problems for _, true in solutions]
     if all(wrong) or not any(wrong):
         needed = "F1 of first wrong steps needs solutions with a wrong step, and solutions without one"
@@ -119,11 +152,12 @@ def first_wrong_f1(problems: Sequence[FirstSteps], draws: int = DRAWS, seed: int
 
 
 def _found_and_wrong(solutions: FirstSteps) -> NDArray[np.bool_]:
-    """Return a row for each solution: is its first wrong step found, and has it a wrong step?"""
+    """Return two flags for each solution, ``[n, 2]``: what was said is true; the solution has a wrong step."""
     return np.array([(said == true, true is not None) for said, true in solutions])
 
 
 def _f1(solutions: NDArray[np.bool_]) -> float:
+    """Compute F1 from the flags of `_found_and_wrong`; NaN if all solutions are of one kind."""
     found = solutions[:, 0]
     is_wrong = solutions[:, 1]
     if is_wrong.all() or not is_wrong.any():

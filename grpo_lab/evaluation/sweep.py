@@ -1,7 +1,7 @@
 """Sweep of one evaluation over conditions: templates, thinking or not, thinking budgets, two models on the same rows.
 
-The first condition is the evaluation's own (`summary.json` in its folder): first template, first mode, widest budget.
-The others are in folders below, and `sweep.json` lists all.
+The first condition is the evaluation's own, with its `summary.json` in the folder of the evaluation: first template,
+first mode, widest budget. The others are in folders below it, and `sweep.json` lists all of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ SWEEP, AGAINST = "sweep.json", "against"
 
 @dataclass(frozen=True)
 class Measured:
-    """The result in one condition, which is in its settings. ``name``: what tells the condition from the others (empty:
-    nothing does); ``place``: its folder."""
+    """The result of an evaluation in one condition.
+
+    Attributes:
+        name: what tells the condition from the others; empty if nothing does.
+        place: its folder, relative to the evaluation's.
+        result: the result, whose settings hold the condition.
+    """
 
     name: str
     place: str
@@ -34,18 +39,20 @@ class Measured:
 
     @property
     def model(self) -> str:
+        """Return the model that was evaluated."""
         return str(self.result.settings.get("model"))
 
 
 def write_sweep(found: Sequence[Measured], folder: Path) -> None:
-    """Write the list of the results below ``folder`` to `sweep.json`; a single result has no list."""
+    """Write the list of the conditions to `sweep.json` in ``folder``. For a single condition there is no list."""
     (folder / SWEEP).unlink(missing_ok=True)
     if len(found) > 1:
         write_json(folder / SWEEP, [{"name": one.name, "place": one.place} for one in found])
 
 
 def read_sweep(folder: Path) -> list[Measured]:
-    """Read the results that `write_sweep` listed; empty if there was one condition. Raises ValueError if damaged."""
+    """Read the results that `write_sweep` listed; empty if there was one condition. Raises ValueError if a file is
+    damaged."""
     file = folder / SWEEP
     rows = []
     if file.is_file():
@@ -63,7 +70,8 @@ def read_sweep(folder: Path) -> list[Measured]:
 
 
 def compared(found: Sequence[Measured]) -> Comparison:
-    """Compare the conditions side by side, and test the first model against the other one in each condition."""
+    """Compare the conditions side by side. If there are two models, test the first one against the other in each
+    condition."""
     mine = sum(one.model == found[0].model for one in found)
     names = [one.name if mine == len(found) else f"{one.model} {one.name}".strip() for one in found]
     runs = [RunRecord(Path(one.place), after=one.result, name=name) for one, name in zip(found, names, strict=True)]
@@ -72,7 +80,8 @@ def compared(found: Sequence[Measured]) -> Comparison:
 
 
 def sweep_sections(found: Sequence[Measured]) -> list[Section]:
-    """Make the sections about the conditions: accuracy over the budget, results, paired tests."""
+    """Make the sections about the conditions: accuracy over the thinking budget, results, paired tests. Empty without
+    conditions."""
     if not found:
         return []
     both = compared(found)
@@ -84,8 +93,8 @@ def sweep_sections(found: Sequence[Measured]) -> list[Section]:
 
 
 def budget_figure(found: Sequence[Measured]) -> list[Figure]:
-    """Draw accuracy over the budget, a line for each model, template and mode. Results without a budget are drawn at
-    their longest thinking."""
+    """Draw accuracy over the thinking budget, a line for each model, template and mode. A result without a budget is
+    drawn at the longest thinking that it has. Empty if no line has two points."""
     lines: dict[str, list[tuple[int, Interval]]] = {}
     for one in found:
         said = one.result.settings

@@ -1,4 +1,8 @@
-"""The last thing a run prints: before and after in one table, the paths, then the two lines that scripts look for."""
+"""The last thing a run prints: before and after in one table, the paths, then the two lines that scripts look for.
+
+The tables of other commands are printed from here too (`print_table`), and `comparison_rows` makes the rows that a page
+shows as well.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,21 @@ from grpo_lab.evaluation.statistics import Interval
 from grpo_lab.visible import visible
 
 NOT_RECORDED = "–"
+"""Text of a number that is missing."""
 TRUNCATED_WARNING = 0.20
+"""Share of truncated answers above which a warning is printed."""
 LONGEST_HEADING = 60
+"""Number of characters of a table's heading."""
 
 
 class Terminal(Console):
-    """Rich's console for text that is not trusted: no markup is interpreted, and every character is made visible."""
+    """Rich's console for text that is not trusted: markup in it has no effect, and every character is made visible."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **given)
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+        """Render as rich does, with every character of the text made visible."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
@@ -46,10 +54,23 @@ def terminal_summary(
     left_out: str | None = None,
     console: Terminal | None = None,
 ) -> None:
-    """Print ``after`` (and ``before``), the diagnosis of the training (``health``), what the guard ``left_out``, the
-    paths, then `headline` and `lengths`. Plain lines are neither wrapped nor coloured, so they can be searched for."""
+    """Print the end of a run: the table, warnings, the diagnosis, the paths, then `headline` and `lengths`.
+
+    Lines outside the table are neither wrapped nor coloured, so that they can be searched for.
+
+    Args:
+        before: evaluation before training; None: there was none.
+        after: evaluation after training.
+        title: heading of the table.
+        report: path of the HTML page.
+        model_path: path of the trained model.
+        seconds: wall-clock seconds of the run.
+        health: diagnosis of the training.
+        left_out: sentence about steps that were left out because a number was not finite.
+        console: where to print.
+    """
     console = console or Terminal()
-    if len(title) > LONGEST_HEADING:  # as wide as the table is narrow, a heading would be a column of words
+    if len(title) > LONGEST_HEADING:  # rich would wrap it to the width of a narrow table
         console.print(title, style="bold", soft_wrap=True)
         title = "Held-out evaluation"
     console.print(_table(before, after, title))
@@ -68,20 +89,21 @@ def terminal_summary(
 
 
 def headline(before: EvaluationResult | None, after: EvaluationResult) -> str:
-    """Return `held-out accuracy: before 0.314 after 0.726 (n=512)`; n counts the scorable problems of ``after``."""
+    """Return the line `held-out accuracy: before 0.314 after 0.726 (n=512)`; n counts the scorable problems of
+    ``after``."""
     old, new = (one.accuracy if one else None for one in (before, after))
     said, was = (f"{one.value:.3f}" if one else "nan" for one in (new, old))
     return f"held-out accuracy: {said if before is None else f'before {was} after {said}'} (n={new.n if new else 0})"
 
 
 def lengths(before: EvaluationResult | None, after: EvaluationResult) -> str:
-    """Return `held-out length: before 5.9 after 27.3 tokens`, means over the greedy completions."""
+    """Return the line `held-out length: before 5.9 after 27.3 tokens`, means over the greedy completions."""
     new = _written(after.mean_length)
     return f"held-out length: {new if before is None else f'before {_written(before.mean_length)} after {new}'} tokens"
 
 
 def _table(before: EvaluationResult | None, after: EvaluationResult, title: str) -> Table:
-    """Make a table of at most 80 columns: logs and pipes have no more."""
+    """Make the table of a run, at most 80 columns wide: logs and pipes have no more."""
     heading = f"{title}, {after.n_problems} problems"
     look: Any = {"title_style": "bold", "title_justify": "left", "header_style": "bold", "padding": 0}
     table = Table(title=heading, box=box.SIMPLE_HEAD, **look)
@@ -104,8 +126,17 @@ def print_table(
     text: Collection[int] = (0,),
     **look: Any,
 ) -> None:
-    """Print a table that breaks no word. If it is too wide, cells wrap between words; if that is not enough, each row
-    is printed as a list. ``text``: indices of the columns that are no numbers; ``look``: options of rich's table."""
+    """Print a table without breaking a word. If the table is too wide, cells wrap between words; if that is not enough,
+    each row is printed as a list.
+
+    Args:
+        console: where to print.
+        title: a line above the table; empty: none.
+        head: headings of the columns.
+        rows: cells, which are converted to text.
+        text: indices of the columns that are left-aligned, as they hold no numbers.
+        look: options of rich's table.
+    """
     texts = [[str(cell) for cell in row] for row in rows]
     columns = list(zip(head, *texts, strict=True))
     whole = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns]
@@ -133,11 +164,12 @@ def fits(console: Console, head: Sequence[str], rows: Iterable[Sequence[Any]]) -
 
 
 def _width(console: Console, table: Table) -> int:
+    """Return the width of a table that wraps nothing, in characters."""
     return console.measure(table, options=console.options.update(width=10_000)).maximum
 
 
 def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Shrink ``widths`` to a sum of ``room``: the widest columns give way, none below its ``least``."""
+    """Shrink column ``widths`` until their sum is ``room``, the widest first and none below its ``least``."""
     found = list(widths)
     while sum(found) > room:
         widest = max(range(len(found)), key=lambda place: found[place] if found[place] > least[place] else 0)
@@ -146,7 +178,7 @@ def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[in
 
 
 def _print_rows(console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print each row as its first cell and, below it, the others with their headings; lines are not wrapped."""
+    """Print each row as its first cell and, below it, the others with their headings. Lines are not wrapped."""
     if title:
         console.print(title, style="italic", soft_wrap=True)
     for first, *cells in rows:
@@ -164,8 +196,11 @@ def describe_sampling(result: EvaluationResult) -> str:
 
 
 def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) -> list[tuple[str, str, str, str]]:
-    """Return (what, before, after, change) as text, for the tables of the terminal and of the report. A change of a
-    share is in percentage points, of a length in tokens; brackets are 95% intervals."""
+    """Return (quantity, before, after, change) as texts, for the tables of the terminal and of the report.
+
+    A change of a share is in percentage points, of a length in tokens; brackets are 95% intervals. Without ``before``
+    its column and the change are dashes.
+    """
     gain = None
     if before is not None:
         gain = paired_gain(before, after)
@@ -200,18 +235,18 @@ _NUMBERS = {
     "truncated": "truncated_share",
     "unscorable": "unscorable_share",
 }
-"""Name on the terminal → field of a result."""
+"""Name of a row → name of the number in ``EvaluationResult.numbers``."""
 
 
 def _other_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:
-    """Return accuracy by the column that the evaluation names, and the shares of the samples."""
+    """Return (name, share) for accuracy by the column that the evaluation names, and for the samples."""
     by = [(f"{result.settings.get('by')} {group}", one) for group, one in result.accuracy_by.items()]
     return [*by, *_sampled_shares(result)]
 
 
 def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:
-    """Return the shares of the samples. Left out are pass@1, maj@1 and (a tie being broken at random) maj@2: they equal
-    the sampled accuracy."""
+    """Return (name, share) for the samples. pass@1, maj@1 and (since a tie is broken at random) maj@2 are left out:
+    they equal the sampled accuracy."""
     if not result.sampled:
         return []
     return [
@@ -222,6 +257,8 @@ def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None
 
 
 def _warnings(after: EvaluationResult) -> list[str]:
+    """Return what a reader should know of an evaluation: problems left out, answers cut off, problems that could not be
+    scored."""
     found = after.gaps
     cut = after.numbers["truncated_share"]
     unscorable = after.numbers["unscorable_share"]
@@ -253,7 +290,7 @@ def _limits(interval: Interval | None) -> str:
 
 
 def points(gain: Interval | None) -> str:
-    """Format a difference of shares in percentage points, with its interval."""
+    """Format a difference of shares in percentage points, with its interval; None as a dash."""
     if gain is None:
         return NOT_RECORDED
     return f"{100 * gain.value:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"

@@ -1,4 +1,7 @@
-"""Messages to be shown: the question of a prompt, and a completion in turns, which an outcome keeps as JSON."""
+"""Messages to be shown: the question of a prompt, and a completion in turns, which an outcome keeps as JSON.
+
+`transcript_of` writes that JSON for an outcome; `turns_in` reads it again for a page.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 SHOWN_OF_A_TURN = 60
-"""Characters of a turn's calls, and of what the tools said, in its heading."""
+"""Number of characters that a turn's heading has for the calls, and for the tools' answers."""
 
 
 def question_in(prompt: Any) -> str:
-    """Return what a reader wants to see of a prompt: a string itself, or the last user message."""
+    """Return what a reader wants to see of a prompt: a string as it is, of messages the last one of the user, or the
+    last one if none is the user's."""
     if isinstance(prompt, str):
         return prompt
     asked = [message for message in prompt if message["role"] == "user"] or list(prompt)
@@ -22,21 +26,21 @@ def question_in(prompt: Any) -> str:
 
 
 def last_words(messages: list[dict[str, Any]] | None, text: str) -> str:
-    """Return the text that holds the answer of a completion: its last message, if it has several turns."""
+    """Return the text that holds a completion's answer: its last message if it has several turns, else ``text``."""
     if not messages:
         return text
     return str(messages[-1].get("content") or "")
 
 
 def transcript_of(messages: list[dict[str, Any]] | None) -> str | None:
-    """Return the messages of a completion in turns as JSON; None for one text."""
+    """Return the messages of a completion in turns as JSON; None if it is one text."""
     if messages is None:
         return None
     return json.dumps(messages, default=str)
 
 
 def messages_in(transcript: str | None) -> list[Mapping[str, Any]]:
-    """Return the messages of a transcript; none where it is missing or was written by somebody else."""
+    """Return the messages of a transcript; empty if there is none, or if it is no list of messages."""
     try:
         found = json.loads(transcript or "[]")
     except ValueError:
@@ -47,7 +51,13 @@ def messages_in(transcript: str | None) -> list[Mapping[str, Any]]:
 
 
 class ShownTurn(NamedTuple):
-    """A turn to be shown: what the policy wrote, its calls in words, and what the tools said."""
+    """A turn as a page shows it.
+
+    Attributes:
+        text: what the policy wrote.
+        calls: its tool calls, as text.
+        answers: what the tools answered.
+    """
 
     text: str
     calls: list[str]
@@ -55,7 +65,7 @@ class ShownTurn(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """Calls and what the tools said, in one line: ``north() → key east``."""
+        """Return the calls and the tools' answers in one line: ``north() → key east``."""
         called = _in_one_line(self.calls)
         if not self.answers:
             return called
@@ -63,7 +73,7 @@ class ShownTurn(NamedTuple):
 
 
 def turns_in(transcript: str | None) -> list[ShownTurn]:
-    """Return the turns of a transcript: an assistant's message each, with the tools' messages behind it. Empty for
+    """Return the turns of a transcript: each is an assistant's message with the tools' messages behind it. Empty for
     None, or for a text that is no list of messages."""
     found: list[ShownTurn] = []
     for message in messages_in(transcript):
@@ -76,6 +86,7 @@ def turns_in(transcript: str | None) -> list[ShownTurn]:
 
 
 def _call_in_words(call: Mapping[str, Any]) -> str:
+    """Return a tool call as text: ``name(key=value)``."""
     function = call.get("function") or call
     arguments = function.get("arguments")
     if isinstance(arguments, Mapping):
@@ -86,13 +97,14 @@ def _call_in_words(call: Mapping[str, Any]) -> str:
 
 
 def _value_in_words(value: Any) -> str:
-    """Return the value as JSON, but a text of several lines (a program) as it was written."""
+    """Return a value as JSON, but a text of several lines (a program) as it was written."""
     if isinstance(value, str) and "\n" in value:
         return f"\n{value}\n"
     return json.dumps(value, ensure_ascii=False)
 
 
 def _in_one_line(texts: list[str]) -> str:
+    """Join texts to one line of at most ``SHOWN_OF_A_TURN`` characters."""
     line = " ".join(", ".join(texts).split())
     if len(line) <= SHOWN_OF_A_TURN:
         return line

@@ -10,10 +10,10 @@ from typing import Any
 from grpo_lab.verifiers.canonical import canonical
 
 ReadAnswer = Callable[[str], "str | None"]
-"""Function from a completion's text to its answer; None: it has none."""
+"""Function from a completion's text to its answer, or to None if it has none."""
 
 _LONGEST_NAME = 200
-# Forty digits are more than an answer needs; without a bound "1e999999999" would be expanded for hours.
+# No exponent, and at most forty digits, which is more than an answer needs: Fraction("1e999999999") would take hours.
 DECIMAL = re.compile(r"[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})", re.ASCII)
 _FRACTION = re.compile(r"([-+]?)(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(\d{1,40})/(\d{1,40}))", re.ASCII)
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)
@@ -21,7 +21,8 @@ _SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)", re.ASCII)
 
 
 def answer_reader(reward: Any) -> ReadAnswer | None:
-    """Return the function with which an `AccuracyReward` (or a subclass) reads an answer; None for other rewards."""
+    """Return the function with which an `AccuracyReward` (or a subclass) reads the answer of a completion; None for
+    other rewards."""
     from grpo_lab.rewards.math.accuracy import AccuracyReward
 
     if not isinstance(reward, AccuracyReward):
@@ -30,8 +31,11 @@ def answer_reader(reward: Any) -> ReadAnswer | None:
 
 
 def vote_key(answer: str) -> str:
-    """Return the name under which an answer votes: numbers and fractions by value (`$1,234.50` is `1234.5`, `1/2` is
-    `\\frac12`), all else by its canonical spelling. So answers that only algebra can match vote apart."""
+    """Return the name under which an answer votes.
+
+    Numbers and fractions vote by value (`$1,234.50` as `1234.5`, `1/2` as `\\frac12`), anything else by its canonical
+    spelling. So answers whose equality only algebra can show vote apart.
+    """
     text = answer.strip()
     if len(text) > _LONGEST_NAME:
         return text
