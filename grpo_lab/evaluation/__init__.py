@@ -7,7 +7,8 @@ from typing import Any
 
 from grpo_lab.engines.generators import Completion, CompletionGenerator, TransformersGenerator
 from grpo_lab.evaluation.measure import EvaluationStopped, evaluate
-from grpo_lab.evaluation.result import EvaluationResult, Outcome, paired_gain
+from grpo_lab.evaluation.outcomes import Outcome
+from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.run_page import write_report
 from grpo_lab.evaluation.statistics import Interval, majority_at_k, paired_difference, pass_at_k, wilson_interval
 from grpo_lab.evaluation.terminal import headline, terminal_summary

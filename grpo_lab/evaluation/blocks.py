@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.evaluation.result import Kind, Outcome, read_outcome
+from grpo_lab.evaluation.outcomes import Kind, Outcome, read_outcome
 from grpo_lab.io import append_json_line
 from grpo_lab.reading import json_lines
 from grpo_lab.visible import encodable

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.evaluation.outcomes import Outcome
 from grpo_lab.evaluation.page import Page, Section, Table, flat, text_of
 from grpo_lab.evaluation.panels import CURVES, comparison_figures
 from grpo_lab.evaluation.pipeline_sections import pipeline_sections
-from grpo_lab.evaluation.result import EvaluationResult, Outcome
+from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.run_record import CURATION, EVALUATION, RunRecord, StagesOf, as_left, read_run
 from grpo_lab.evaluation.statistics import Interval, mcnemar_exact, paired_difference
 from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows, points, print_table

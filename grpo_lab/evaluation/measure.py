@@ -32,7 +32,8 @@ from grpo_lab.engines.generators import (
 from grpo_lab.engines.thinking_budget import tokens_of_thinking
 from grpo_lab.evaluation.blocks import Blocks
 from grpo_lab.evaluation.in_turns import TurnGenerator
-from grpo_lab.evaluation.result import EvaluationResult, Kind, Outcome, as_text
+from grpo_lab.evaluation.outcomes import Kind, Outcome, as_text
+from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.transcript import last_words, question_in, transcript_of
 from grpo_lab.evaluation.votes import ReadAnswer, answer_reader
 from grpo_lab.verifiers.verdict import checked_scores

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from grpo_lab.evaluation.charts import Figure
-from grpo_lab.evaluation.result import EvaluationResult, Outcome
+from grpo_lab.evaluation.outcomes import Outcome
+from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.terminal import duration
 from grpo_lab.evaluation.transcript import turns_in
 from grpo_lab.io import write_whole_text

@@ -1,4 +1,4 @@
-"""`write_report`: an HTML page about a folder, whatever command wrote it.
+"""`write_report`: an HTML page about a folder.
 
 `write_report` reads the folder (`read_run`), and `page_of` chooses the page by what is in it. The pages of runs,
 pipelines and rounds are made here; that of a curation is in `curation_page.py`, that of several runs in
@@ -22,6 +22,7 @@ from grpo_lab.evaluation.panels import CURVES, EVALUATIONS, WEIGHTS, panel_figur
 from grpo_lab.evaluation.pipeline_sections import open_questions, pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.rounds_sections import accuracy_limits, rounds_sections
+from grpo_lab.evaluation.run_health import facts_of, windows
 from grpo_lab.evaluation.run_record import (
     CURATION,
     EVALUATION,
@@ -32,9 +33,7 @@ from grpo_lab.evaluation.run_record import (
     RunRecord,
     StagesOf,
     as_left,
-    facts_of,
     read_run,
-    windows,
 )
 from grpo_lab.evaluation.sweep import read_sweep, sweep_sections
 from grpo_lab.evaluation.terminal import comparison_rows, describe_sampling

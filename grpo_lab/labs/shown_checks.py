@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.evaluation.result import EvaluationResult, Outcome, number_at
+from grpo_lab.evaluation.outcomes import Outcome
+from grpo_lab.evaluation.result import EvaluationResult, number_at
 from grpo_lab.reading import read_json_lines
 from grpo_lab.recipe.job import Job
 from grpo_lab.recipe.sections import EvaluationSection

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from grpo_lab.curation import CurationReport, Selection
 from grpo_lab.evaluation import write_report
-from grpo_lab.evaluation.result import write_parquet
+from grpo_lab.evaluation.outcomes import write_parquet
 from grpo_lab.evaluation.terminal import duration
 from grpo_lab.io import write_json, write_json_lines
 from grpo_lab.pipelines.stage_engine import Stage, Work, carry_out

@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_lab.curation.pass_rate import scores_of
 from grpo_lab.engines.generators import context_of_config, in_form_of, render_prompt, too_long
-from grpo_lab.evaluation.result import as_text
+from grpo_lab.evaluation.outcomes import as_text
 from grpo_lab.io import whole_folder, write_json_lines, write_whole_text
 from grpo_lab.pipelines.evaluate import HeldOut, plan_of
 from grpo_lab.reading import checked_object, parse_json

@@ -20,8 +20,9 @@ from transformers import TrainerCallback
 
 from grpo_lab.evaluation import EvaluationResult, terminal_summary
 from grpo_lab.evaluation.blocks import Blocks
+from grpo_lab.evaluation.run_health import last_verdict, left_out
 from grpo_lab.evaluation.run_page import page_of
-from grpo_lab.evaluation.run_record import DONE, last_verdict, left_out, read_run
+from grpo_lab.evaluation.run_record import DONE, read_run
 from grpo_lab.io import saving
 from grpo_lab.pipelines.open_run import OpenRun, claimed
 from grpo_lab.pipelines.run_folder import RunFolder, State

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.evaluation.result import EvaluationResult, Outcome
+from grpo_lab.evaluation.outcomes import Outcome
+from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.labs.arms import Arms
 from grpo_lab.labs.capability import curves, measured_at, points, report, side, verdict, whole_solution
 

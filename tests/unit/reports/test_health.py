@@ -14,7 +14,8 @@ import pytest
 from grpo_lab.diagnostics import RULES, Facts, changes, diagnose
 from grpo_lab.diagnostics.rules import rise_in_errors
 from grpo_lab.evaluation.panels import panel_figures
-from grpo_lab.evaluation.run_record import RunRecord, facts_of, last_verdict, left_out, read_run, windows
+from grpo_lab.evaluation.run_health import facts_of, last_verdict, left_out, windows
+from grpo_lab.evaluation.run_record import RunRecord, read_run
 
 HEALTHY = {
     "loss": -0.03, "grad_norm": 0.04, "learning_rate": 1e-6, "reward": 0.5, "groups/dead_share": 0.3, "entropy": 0.4,
