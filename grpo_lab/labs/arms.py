@@ -1,7 +1,10 @@
 """A lab that trains, as data: one recipe, its changes ("arms"), and what is shown of them.
 
 Such a lab is a ``lab.yaml`` (`LabFile`). Those in ``recipes/lab/*/`` come with the package, named after their folder.
-Seeds change the problems, their order and the sampling; arms share the start unless they change it
+`Arms` reads the file and makes an `Experiment` of it, which runs the cells. Each cell is a training by the recipe with
+the changes of its arm; its numbers are read from its evaluations and its log.
+
+Seeds change the problems, their order and the sampling. Arms share the start model unless they change it
 (``labs/starts.py``). The module of a ``module:function`` may lie beside the file that names it.
 """
 
@@ -38,7 +41,7 @@ from grpo_lab.settings import Named, Positive, Switch, Whole, must_be, one_of, r
 KEPT = ("metrics.jsonl", "evaluation/before/summary.json", "evaluation/after/summary.json")
 """Files in a cell's folder that columns and curves are read from."""
 IMPORTS = ("grpo_lab.pipelines.train", "grpo_lab.trainer.lab_trainer", "transformers.models.qwen2.modeling_qwen2")
-"""Modules that a cell needs, and the model of the labs that ship."""
+"""Modules that a cell imports, among them the model of the labs that come with the package."""
 
 
 @settings()
@@ -52,19 +55,21 @@ class LabFile:
             arm's name, the seed and the options (``options.start``: the path of the lab's start). An arm that changes
             ``model`` or ``cold_start`` has a start of its own; ``model: start`` is the lab's, trained further.
         conditions: name → changes of the recipe. Every arm is then run in each of them, as the arm ``arm, condition``,
-            whose changes are added to those of ``arm``.
+            with the changes of both.
         columns: title → number in the table: a place in the evaluation's ``summary.json``
             (``greedy.mean_length_correct``); ``mean.METRIC`` or ``last.METRIC``, a logged metric's mean over all steps
-            or the last quarter of them; or ``module:function``, which computes the number from the ``EvaluationResult``
-            and the log.
+            or over the last quarter of them; or ``module:function``, which computes the number from the
+            ``EvaluationResult`` and the log.
         curves: title → curve over generated tokens: a logged metric; ``evaluation.PLACE``, a number of the held-out
             evaluations (before, each ``evaluation.every`` steps, after); or ``module:function``, which computes the
             points (tokens, value) from the log.
         panels: draw the arm ``a, b`` as line b of the panel a.
-        settings: changes of every arm, and of its start; ``seeded``: settings that get the seed, besides ``seed``.
-        report: ``module:function``, called with records and options in place of our own report; it returns the text to
+        settings: changes of every arm, and of its start.
+        seeded: settings that get the seed, besides ``seed``.
+        report: ``module:function``, called with records and options in place of our own report. It returns the text to
             print, and writes table and figures into ``options.folder``.
-        pairs: two arms each, whose first columns are subtracted, seed by seed; ``seeds``: the default seeds.
+        pairs: pairs of arms. The first column of the second arm is subtracted from that of the first, seed by seed.
+        seeds: the default seeds.
         compared_by: title of a column, a share, for which the lab says how many seeds a difference needs.
         start: the model that arms without a start of their own begin from; None: the recipe's cold start, made once.
         prepare: ``module:function``, called with the options before the first cell.
@@ -102,14 +107,16 @@ class LabFile:
 
     @property
     def cells(self) -> Mapping[str, tuple[Mapping[str, Any] | str, Mapping[str, Any]]]:
-        """Return each arm, in every condition, with the changes of both: a cell for each seed."""
+        """Return every arm in every condition: name → (changes of the arm, or its function; changes of the
+        condition)."""
         if not self.conditions:
             return {arm: (changes, {}) for arm, changes in self.arms.items()}
         both = product(self.arms.items(), self.conditions.items())
         return {f"{arm}, {condition}": (changes, more) for (arm, changes), (condition, more) in both}
 
     def once(self, cells: Iterable[str]) -> list[str]:
-        """Return those of ``cells`` in which an arm's changes, or a condition's, stand for the first time."""
+        """Return as few of ``cells`` as hold every arm and every condition among them; without conditions all of
+        them."""
         seen = set[int]()
         found = []
         for cell in cells:
@@ -122,14 +129,19 @@ class LabFile:
 
 @dataclass(frozen=True)
 class Arms:
-    """A lab file, and the folder that it is in."""
+    """A lab that trains: its file, and how its cells are checked, run and shown.
+
+    Args:
+        said: the contents of the lab file.
+        folder: the folder that the file is in.
+    """
 
     said: LabFile
     folder: Path
 
     @staticmethod
     def read(name: str) -> Arms:
-        """Read the lab of that name or path. Raises ValueError if there is none, or its contents are not allowed."""
+        """Read the lab of that name or path. Raises ValueError if there is none, or if its contents are not allowed."""
         file = Path(name) if name.endswith((".yaml", ".yml")) else shipped_labs().get(name)
         if file is None:
             raise ValueError(f"no lab is called {name!r}{one_of(name, [*LABS, *shipped_labs()])}, or a lab.yaml's path")
@@ -137,6 +149,7 @@ class Arms:
         return Arms(read(LabFile, read_yaml(file)), file.parent)
 
     def experiment(self) -> Experiment:
+        """Return the lab as an experiment."""
         how: Any = {"prepare": self.make_ready, "seeds": self.said.seeds, "problems": self.problems}
         how |= {"settings": self.settings, "check": self.check}
         how["start"] = lambda arm, options: self.starts(options).place(arm)
@@ -146,25 +159,29 @@ class Arms:
         return Experiment([*self.said.cells], self.run, self.report, **how)
 
     def recipe(self, options: Options) -> Path:
+        """Return the path of the recipe: that of ``--recipe``, else the lab's own."""
         name = options.recipe or self.said.recipe
         return next((at for at in (self.folder / name, Path(name)) if at.is_file()), None) or shipped_recipe(name)
 
     def with_changes(self, options: Options, changes: Mapping[str, Any]) -> Recipe:
-        """Read the lab's recipe with ``changes``, and with those that ``--set`` asks for in every arm. An arm that
-        begins from the lab's start has that start's changes of ``model`` already."""
+        """Read the lab's recipe with ``changes``, and with those that ``--set`` asks for in every arm.
+
+        An arm that begins from the lab's start leaves out what ``--set`` changes of ``model``: its start was made with
+        that.
+        """
         asked = changes_asked(options)
         if changes.get("model") == {"path": str(self.starts(options).lab)}:
             asked = {name: value for name, value in asked.items() if name.partition(".")[0] != "model"}
         return read_recipe(self.recipe(options), {**changes, **asked})
 
     def starts(self, options: Options) -> Starts:
-        """Return the models that arms begin from."""
+        """Return the models that the arms begin from."""
         given = str(options.start or self.said.start or "")
         if given == str(options.folder / "cold_start"):
-            given = ""  # the lab's own: `make_ready` has put it there
+            given = ""  # `make_ready` has set it, to the lab's own start
         own = dict[str, Changes]()
         for arm, (of_arm, of_condition) in self.said.cells.items():
-            if isinstance(of_arm, str):  # a function may read the lab's start, which is made before
+            if isinstance(of_arm, str):  # a function may not change the start, which is made before it is called
                 of_arm = {}
             if found := of_start({**of_arm, **of_condition}):
                 own[arm] = found
@@ -175,6 +192,7 @@ class Arms:
         return Starts(options.folder, given, own, recipe_with)
 
     def make_ready(self, options: Options) -> None:
+        """Make the starts of the arms that will run, set ``options.start``, and call the lab's own ``prepare``."""
         starts = self.starts(options)
         for arm in options.arms or self.said.cells:
             starts.make(arm)
@@ -183,8 +201,11 @@ class Arms:
             load_named(self.said.prepare, "prepare")(options)
 
     def settings(self, arm: str, seed: int, options: Options) -> Mapping[str, Any] | None:
-        """Return the settings that a cell's numbers depend on: its recipe, without what changes no number. None if the
-        function that makes the arm lacks what ``prepare`` makes; the cell then reports the error."""
+        """Return the settings that a cell's numbers depend on: its recipe, without what changes no number.
+
+        None if the arm is made by a function that needs what ``prepare`` has still to make. Should that be an error,
+        the cell reports it.
+        """
         starts = self.starts(options)
         starts.check_given()
         try:
@@ -202,12 +223,15 @@ class Arms:
         return {**plain, "name": None, "threads": self.said.threads}
 
     def check(self, arms: Sequence[str], options: Options) -> dict[str, str]:
-        """Check the lab, and return what a dry run says of it. Raises ValueError for what would stop a cell, or a
-        column or curve that no run can have."""
+        """Check the lab before anything is made; return what a dry run says of it.
+
+        Raises:
+            ValueError: something would stop a cell, or a column or curve is one that no run can have.
+        """
         starts = self.starts(options)
         jobs = dict[str, Job]()
         no_gpu: Mapping[str, Any] = {}
-        if options.dry_run:  # perhaps of a lab that another machine is to run
+        if options.dry_run:  # the lab may be meant for another machine
             no_gpu = NOT_OF_THIS_MACHINE
         else:
             starts.check_reached()
@@ -237,6 +261,7 @@ class Arms:
         return {"lab": self.said.about, "recipe": str(self.recipe(options)), "start": "; ".join([start, *own])}
 
     def run(self, arm: str, seed: int, folder: Path, options: Options) -> Record:
+        """Train a cell in ``folder``, from its start; return its record."""
         from grpo_lab.pipelines.train import train
 
         starts = self.starts(options)
@@ -252,11 +277,12 @@ class Arms:
         return self.measured(folder)
 
     def read_anew(self, record: Record, folder: Path, options: Options) -> Record:
-        """Update a record with the columns and curves that the file asks for now, read from the cell's folder."""
+        """Return a record with the columns and curves that the file asks for now, read from the cell's folder."""
         return {**record, **self.measured(folder)}
 
     def measured(self, folder: Path) -> Record:
-        """Compute columns and curves of the run in ``folder`` from its evaluations and its log."""
+        """Compute columns and curves of the run in ``folder`` from its evaluations and its log. ``before`` is None if
+        there was no evaluation before training."""
         before, after = (
             EvaluationResult.read(place) if (place / "summary.json").is_file() else None
             for place in (folder / "evaluation" / "before", folder / "evaluation" / "after")
@@ -273,7 +299,8 @@ class Arms:
         return {"before": numbers, "after": self.numbers(after, log), "curves": curves}
 
     def changes(self, arm: str, seed: int, options: Options) -> dict[str, Any]:
-        """Return the arm's changes of the recipe with this seed, without those of ``--set``."""
+        """Return the arm's changes of the recipe with this seed, without those of ``--set``. Raises ValueError if a
+        function changes the start, which is made before it is called."""
         of_arm: Any
         of_arm, of_condition = self.said.cells[arm]
         if isinstance(of_arm, str):
@@ -286,6 +313,8 @@ class Arms:
         return {"disable_tqdm": True, **deepcopy(changes), **of_seed}  # copied: dotted keys change what is in them
 
     def curve(self, title: str, name: str, log: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[float, float]]:
+        """Return the points (generated tokens, value) of a curve of a run. ``title``, ``name``: of ``curves`` in the
+        lab file."""
         if ":" in name:
             return list(load_named(name, f"curves.{title}")(log))
         of, _, place = name.partition(".")
@@ -294,8 +323,15 @@ class Arms:
         return [(row[GENERATED], row[name]) for row in log if {GENERATED, name} <= row.keys()]
 
     def numbers(self, result: Any, log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Compute the columns: title → number, NaN if there is nothing to count. ``log``: empty before training. Raises
-        ValueError for a column that is not there."""
+        """Compute the columns: title → number, NaN if there is nothing to count.
+
+        Args:
+            result: the evaluation; None: there was none.
+            log: the rows of `metrics.jsonl`; empty before training.
+
+        Raises:
+            ValueError: the evaluation has no such number.
+        """
         summary = {}
         if result is not None:
             summary = result.summary()
@@ -314,7 +350,8 @@ class Arms:
         return found
 
     def report(self, found: Found, options: Options) -> str:
-        """Write ``table.md`` and ``curves.png``; return the text to print. Or what the lab's own ``report`` does."""
+        """Write ``table.md`` and ``curves.png``; return the text to print. If the lab file has a ``report``, that does
+        both."""
         if self.said.report:
             return str(load_named(self.said.report, "report")(found, options))
         name = next(iter(next(iter(found.values()))[0]["after"]))
@@ -336,6 +373,7 @@ class Arms:
         return text
 
     def problems(self, options: Options) -> int | None:
+        """Return the number of held-out problems that the recipe asks for; None if it does not say."""
         held_out = self.with_changes(options, self.said.settings).evaluation
         if held_out:
             return held_out.data.arguments.get("n")
@@ -343,7 +381,14 @@ class Arms:
 
 
 def evaluated(folder: Path, place: str, where: str, log: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Return (tokens generated, as last logged; number at ``place``) for each evaluation of a run, in their order."""
+    """Return the points (generated tokens, number) of a run's evaluations, in their order.
+
+    Args:
+        folder: the folder of the evaluations.
+        place: dotted place of the number in their `summary.json`.
+        where: what asks for it, for an error message.
+        log: rows of `metrics.jsonl`, which say how many tokens had been generated at each step.
+    """
     generated = {row["step"]: row[GENERATED] for row in log if GENERATED in row}
     after = max(generated, default=0)
     step_of = {"before": 0, "after": after} | {file.name: int(file.name[5:]) for file in folder.glob("step_*")}

@@ -3,6 +3,9 @@
 The rule was written down before the first counted cell: recipes/lab/capability/README.md. A depth is the number of
 calculations that a problem takes. Arms are called ``depths, reward``, or by one name. They begin from one start, or
 each from its own.
+
+`report` reads depths and k from the titles of the columns (`measured_at`), and from them makes the tables of pass@k, of
+gains over the start and of differences between arms, and the figure.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def whole_solution(completions: Sequence[Any], worked_solution: Sequence[str], *
     """Return 1 for a completion with the right answer and the calculations of the worked solution in their order, else
     0; None if its answer cannot be scored.
 
-    An answer alone may be luck: one of a few dozen numbers, and 128 tries.
+    The answer alone may be luck: it is one of a few dozen numbers, and there are 128 tries.
     """
     scores = AccuracyReward(mode="strict")(completions=completions, **columns)
     found: list[float | None] = []
@@ -62,7 +65,7 @@ def report(found: Found, options: Options) -> str:
 
 
 def measured_at(found: Found) -> tuple[list[int], list[int]]:
-    """Return the depths and the k for which the records have ``depth D: pass@K``."""
+    """Return the depths and the k of all columns ``depth D: pass@K``, rising."""
     names = next(iter(found.values()))[0]["after"]
     places = [(int(match[1]), int(match[2])) for name in names if (match := COLUMN.fullmatch(name))]
     depths = sorted({depth for depth, _ in places})
@@ -71,19 +74,20 @@ def measured_at(found: Found) -> tuple[list[int], list[int]]:
 
 
 def after(found: Found, arm: str, depth: int, k: int) -> Values:
-    """Return pass@k after RL, by seed."""
+    """Return the arm's pass@k after RL, by seed."""
     return {run["seed"]: run["after"][f"depth {depth}: pass@{k}"] for run in found.get(arm, [])}
 
 
 def own_starts(found: Found) -> bool:
-    """Return whether arms begin from different starts: their pass@k before RL differ for the same seed."""
+    """Return whether arms begin from different starts, that is, whether their numbers before RL differ for the same
+    seed."""
     runs = [run for of_arm in found.values() for run in of_arm if run["before"]]
     measured = {run["seed"]: run["before"] for run in runs}
     return any(run["before"] != measured[run["seed"]] for run in runs)
 
 
 def before(found: Found, arm: str, depth: int, k: int) -> Values:
-    """Return pass@k of the arm's start, by seed. Where arms share it, any of them may have measured it."""
+    """Return pass@k of the arm's start, by seed. If arms share a start, a seed counts that any of them has measured."""
     if own_starts(found):
         runs = found[arm]
     else:
@@ -102,7 +106,7 @@ def points(one: Values, other: Values) -> list[float]:
 
 
 def interval(numbers: Sequence[float], form: str) -> str:
-    """Format the mean with half of its 95% interval over seeds, if there are two."""
+    """Format the mean of ``numbers``, and half of its 95% interval over seeds if there are two."""
     if not numbers:
         return "–"
     half = half_width_over_seeds(numbers)
@@ -113,7 +117,8 @@ def interval(numbers: Sequence[float], form: str) -> str:
 
 
 def side(differences: Sequence[float]) -> int:
-    """Return 1 if the 95% interval of the mean lies above 0, −1 if it lies below, else 0; 0 for fewer than two."""
+    """Return 1 if the 95% interval of the mean lies above 0, −1 if it lies below, else 0; 0 for fewer than two
+    numbers."""
     half = half_width_over_seeds(differences)
     if half is None or abs(fmean(differences)) <= half:
         return 0
@@ -121,8 +126,13 @@ def side(differences: Sequence[float]) -> int:
 
 
 def verdict(first: Sequence[float], last: Sequence[float], start: Sequence[float]) -> str:
-    """Return what the rule calls a change. ``first``, ``last``: gains at the smallest and the largest k, in points;
-    ``start``: pass@k of the start at the largest. A dash for fewer than two seeds."""
+    """Return the rule's word for a change; a dash for fewer than two seeds.
+
+    Args:
+        first: gains at the smallest k, in points, seed by seed.
+        last: gains at the largest k.
+        start: pass@k of the start at the largest k.
+    """
     if len(last) < 2:
         return "–"
     if side(last) < 0:
@@ -139,8 +149,8 @@ def word(found: Found, arm: str, depth: int, ks: Sequence[int]) -> str:
 
 
 def table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
-    """Make a table of pass@k at the smallest and the largest k: a row an arm, a column a depth; last the rule's
-    words."""
+    """Make the table of pass@k at the smallest and the largest k: a row for each start and arm, a column for each
+    depth, and the rule's words."""
     ends = (ks[0], ks[-1])
     starts = {"(start)": next(iter(found))}
     if own_starts(found):
@@ -156,14 +166,14 @@ def table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
 
 
 def row(title: str, by_depth: Sequence[Sequence[Values]]) -> list[str]:
-    """Return cells of the table: title, number of seeds, and for each depth its intervals."""
+    """Return the first cells of a row: title, number of seeds, and for each depth the intervals."""
     cells = ["; ".join(interval([*one.values()], ".3f") for one in of_depth) for of_depth in by_depth]
     return [title, str(len(by_depth[-1][0])), *cells]
 
 
 def gains_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
-    """Make a table of the gains over the start, seed by seed, with the rule's word for each; then how many intervals
-    exclude 0, where there are two seeds."""
+    """Make the table of the gains over the start, seed by seed, with the rule's word for each. Below it stands how many
+    intervals exclude 0, counting those with two seeds."""
     rows = []
     sides = []
     for arm in found:
@@ -184,7 +194,7 @@ def gains_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
 
 
 def differences_table(found: Found, depths: Sequence[int], ks: Sequence[int]) -> str:
-    """Make a table of each arm less the one that it is compared with (`reference_of`); empty if there are none."""
+    """Make the table of each arm less the one that it is compared with (`reference_of`); empty if there are none."""
     rows = []
     for arm in found:
         other = reference_of(arm, found)
@@ -201,7 +211,8 @@ def differences_table(found: Found, depths: Sequence[int], ks: Sequence[int]) ->
 
 
 def reference_of(arm: str, found: Found) -> str:
-    """Return the arm of the same depths with the outcome reward; for an arm of one name the lab's first arm."""
+    """Return the arm that an arm is compared with: that of the same depths with the outcome reward, or for an arm of
+    one name the lab's first arm."""
     depths, comma, _ = arm.partition(", ")
     if comma:
         return f"{depths}, {REFERENCE}"
@@ -209,8 +220,11 @@ def reference_of(arm: str, found: Found) -> str:
 
 
 def curves(found: Found, depths: Sequence[int], ks: Sequence[int]) -> dict[str, Lines]:
-    """Return pass@k over log2 k for the figure, a line an arm. Panels: each depth and reward, with the start as the
-    first line; or, where each arm has its own start, each depth before RL and after."""
+    """Return the lines of the figure, pass@k over log2 k: panel → arm → a curve for each seed.
+
+    A panel is a depth and a reward, with the start as its first line. If each arm has its own start, a depth has a
+    panel before RL and one after.
+    """
     own = own_starts(found)
     panels: dict[str, dict[str, list[list[tuple[float, float]]]]] = {}
     for depth in depths:
@@ -231,6 +245,6 @@ def curves(found: Found, depths: Sequence[int], ks: Sequence[int]) -> dict[str, 
 
 
 def over_k(values: Mapping[int, Values]) -> list[list[tuple[float, float]]]:
-    """Return a curve (log2 k, pass@k) for each seed."""
+    """Return a curve (log2 k, pass@k) for each seed. ``values``: k → pass@k by seed."""
     seeds = next(iter(values.values()))
     return [[(math.log2(k), of_k[seed]) for k, of_k in values.items()] for seed in seeds]

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(known: argparse.Namespace) -> None:
-    """Run the lab's cells that have no up-to-date record; print the report, which is also written into the folder.
+    """Run the cells of a lab that have no up-to-date record; print the report, which is also written into the folder.
     Raises ValueError for an option that has no effect on this lab."""
     if known.name in LABS:
         lab: Experiment = import_module(f"grpo_lab.labs.{known.name}").LAB
@@ -34,7 +34,8 @@ def run(known: argparse.Namespace) -> None:
 
 
 def _refuse_unused(known: argparse.Namespace, lab: Experiment) -> None:
-    """Refuse options that only a lab with a ``lab.yaml`` reads; ``--set`` also changes a lab that trains."""
+    """Raise ValueError for an option that this lab does not read. ``lab`` is a module; only a ``lab.yaml`` reads
+    ``--recipe`` and ``--start``, and a lab that trains nothing does not read ``--set`` either."""
     why = "has a recipe of its own"
     given = {"--recipe": known.recipe, "--start": known.start}
     if lab.in_process:

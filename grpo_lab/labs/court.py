@@ -1,7 +1,8 @@
 """The court's report: losses beside each other, by staleness and mismatch of the sampler (recipes/lab/court).
 
 What counts as a difference and as a collapse was written down before the first cell: recipes/lab/court/README.md. Arms
-are called ``loss, condition``; a condition is ``k old``, or ``k old, bf16``.
+are called ``loss, condition``. A condition is ``k old`` (the sampler is k generation batches behind), or ``k old,
+bf16`` (its weights are also rounded).
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ Values = Mapping[int, float]
 
 
 def collapsed(result: EvaluationResult | None, log: Sequence[Mapping[str, Any]]) -> float:
-    """Return 1 if the cell collapsed, else 0: the samples of the last quarter of its steps are right less than half as
-    often as those of its best stretch of as many steps, or the training ended in numbers that are not finite."""
+    """Return 1 if a cell's training collapsed, else 0.
+
+    It collapsed if the samples of the last quarter of its steps are right less than half as often as those of its best
+    stretch of as many steps, or if the reward was never logged or is not finite somewhere. ``log``: rows of
+    `metrics.jsonl`.
+    """
     rewards = [row["rewards/accuracy_reward/mean"] for row in log if "rewards/accuracy_reward/mean" in row]
     if not rewards or not all(map(math.isfinite, rewards)):
         return 1.0
@@ -54,12 +59,12 @@ def report(found: Found, options: Options) -> str:
 
 
 def values(found: Found, loss: str, condition: str, name: str) -> Values:
-    """Return the numbers ``name`` of a cell's runs: seed → number."""
+    """Return the numbers ``name`` of an arm's runs, by seed."""
     return {run["seed"]: run["after"][name] for run in found.get(f"{loss}, {condition}", [])}
 
 
 def interval(numbers: Sequence[float], form: str = ".3f") -> str:
-    """Format the mean with half of its 95% interval over seeds, if there are two."""
+    """Format the mean of ``numbers``, and half of its 95% interval over seeds if there are two."""
     if not numbers:
         return "–"
     half = half_width_over_seeds(numbers)
@@ -67,7 +72,7 @@ def interval(numbers: Sequence[float], form: str = ".3f") -> str:
 
 
 def table(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> str:
-    """Make a table of pass@1, pass@16 and collapses: a row a loss, a column a condition."""
+    """Make the table of pass@1, pass@16 and collapses: a row for each loss, a column for each condition."""
     rows = []
     for loss in losses:
         seeds = max(len(values(found, loss, condition, ACCURACY)) for condition in conditions)
@@ -83,12 +88,15 @@ def table(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> str
 
 
 def paired(one: Values, other: Values) -> list[float]:
+    """Return one − other for each seed that both have."""
     return [one[seed] - other[seed] for seed in one if seed in other]
 
 
 def comparisons(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """Return the planned comparisons in points of pass@1, seed by seed: title → loss → differences. Each side is a mean
-    over its conditions."""
+    """Return the planned comparisons: title → loss → differences in points of pass@1, seed by seed.
+
+    Each side of a comparison is a mean over its conditions, and has the seeds that all of these have.
+    """
 
     def over(kept: Sequence[str], loss: str) -> Values:
         of = [values(found, loss, condition, ACCURACY) for condition in kept]
@@ -131,7 +139,7 @@ def verdicts(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> 
 
 
 def excludes_zero(differences: Sequence[float]) -> bool:
-    """Return whether the 95% interval of the mean does not hold 0; False for fewer than two."""
+    """Return whether the 95% interval of the mean excludes 0; False for fewer than two differences."""
     half = half_width_over_seeds(differences)
     return half is not None and abs(fmean(differences)) > half
 
@@ -143,8 +151,8 @@ def whole_seeds(found: Found) -> Found:
 
 
 def draw(found: Found, losses: Sequence[str], conditions: Sequence[str], path: Path) -> None:
-    """Draw the planned comparisons, a panel each and a row a loss: the mean with its 95% interval, the seeds as dots.
-    An interval that excludes 0 is coloured."""
+    """Draw the planned comparisons: a panel for each, a row for each loss. A row shows the mean with its 95% interval,
+    coloured if it excludes 0, and the seeds as dots."""
     pyplot = pyplot_for(path)
     if pyplot is None:
         return
@@ -163,7 +171,7 @@ def draw(found: Found, losses: Sequence[str], conditions: Sequence[str], path: P
 
 
 def draw_row(axis: Any, height: float, differences: Sequence[float]) -> None:
-    """Draw the differences of one loss: a dot a seed, and their mean with its interval."""
+    """Draw the differences of one loss: a dot for each seed, and their mean with its interval."""
     if excludes_zero(differences):
         colour = TOLD_APART
     else:

@@ -1,8 +1,9 @@
 """An experiment: every arm trained with every seed; a record for each, a table and a figure of all.
 
-An arm with a seed is a cell (``labs/cells.py``), with a folder and a process of its own. A cell with an up-to-date
-record is never repeated; another begins, or continues from what is there. Cells run seed by seed, so that an
-experiment that is broken off can still be compared. The table has only cells with an up-to-date record.
+`run_experiment` checks the lab, prepares what its cells share, runs the cells that have no up-to-date record, and
+reports all that have one. An arm with a seed is a cell (``labs/cells.py``), with a folder and a process of its own
+(``labs/forks.py``). A cell that was broken off continues from what is there. Cells run seed by seed, so that an
+experiment that is broken off can still be compared.
 """
 
 from __future__ import annotations
@@ -49,27 +50,29 @@ def options_of_cell(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment: what is run, and how it is shown.
+    """An experiment: what is run, and how it is shown. All but ``arms``, ``run`` and ``report`` has a default.
 
     Args:
         arms: their names, in the order of the table.
-        run: a cell's arm, seed and folder, and the options → its record. ``memory_mib`` (the most that the process held
-            above what it held before) and ``process_seconds`` are added to it.
-        report: records and options → the text to print; writes its files into ``options.folder``.
+        run: makes a cell from arm, seed, folder and options, and returns its record. ``memory_mib`` (the most memory
+            that the process held above what it held before) and ``process_seconds`` are added to the record.
+        report: writes files into ``options.folder`` from records and options, and returns the text to print.
         prepare: makes what the cells begin from, before the first of them.
         seeds: the default seeds of ``grpo-lab lab``.
-        imports: modules that cells need, imported once for each of ``--jobs``.
+        imports: modules that cells need; each of the ``--jobs`` processes imports them once.
         in_process: cells are short and train nothing, so they run one after the other in this process.
-        result: a record → the share that arms are compared by. How many seeds that needs is printed before the cells
-            run, and beside the report. None: arms are not compared by a share.
-        problems: options → number of held-out problems behind that share.
-        settings: what a cell (arm, seed, options) is made from; None: that is known after ``prepare``.
-        start: arm and options → the folder of the model that its cells begin from; it is compared by its contents.
-        check: arms and options, before anything is made → facts of a dry run. ValueError: a mistake.
-        kept, read: places in a cell's folder that its numbers are read from again; a record, its folder and the options
-            → the record as it is shown.
-        odd: folders of cells that are done → what is odd about their numbers. It is printed after the first of them,
-            and beside the report.
+        result: returns from a record the share by which arms are compared. How many seeds a difference needs is then
+            printed before the cells run, and with the report. None: arms are not compared by a share.
+        problems: returns from the options how many held-out problems are behind that share; None: unknown.
+        settings: returns what a cell is made from, by arm, seed and options; None: that is known after ``prepare``.
+        start: returns the folder of the model that an arm's cells begin from, which is compared by its contents; None:
+            no such model.
+        check: checks arms and options before anything is made, and returns facts for a dry run. It raises ValueError
+            for a mistake.
+        kept: places in a cell's folder from which ``read`` reads.
+        read: returns a record as it is shown, from the record, the cell's folder and the options.
+        odd: returns what is odd about the numbers of cells, by the folders of those that are done. It is printed after
+            the first of them, and with the report.
     """
 
     arms: Sequence[str]
@@ -89,15 +92,18 @@ class Experiment:
     odd: Callable[[Sequence[Path]], Sequence[str]] = lambda folders: ()
 
     def cell(self, arm: str, seed: int, options: Options) -> LabCell:
+        """Return a cell with what it is to be made from now."""
         return LabCell.of(arm, seed, options.folder, self.settings(arm, seed, options), self.start(arm, options))
 
     def shown(self, cells: Sequence[LabCell], options: Options) -> list[Record]:
-        """Return the records of the cells that are up to date, as the report shows them."""
+        """Return the records of those cells that are up to date, as the report shows them."""
         return [self.read(cell.record(), cell.folder, options) for cell in cells if not cell.due()]
 
     def power(self, arms: Sequence[str], options: Options) -> str:
-        """Return `power_said` of all up-to-date records in the folder, which serve as the pilot. Seeds besides
-        ``options.seeds`` count too."""
+        """Say how many seeds a difference needs (`power_said`); empty if arms are not compared by a share.
+
+        All up-to-date records in the folder serve as the pilot, also those of seeds that are not asked for.
+        """
         if self.result is None:
             return ""
         found: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -110,7 +116,13 @@ class Experiment:
 
 
 def parser(doc: str | None, folder: str, seeds: Sequence[int] = (0, 1, 2)) -> argparse.ArgumentParser:
-    """Make a parser with the options that every experiment has."""
+    """Make the parser of a script that is an experiment, with the options that every experiment has.
+
+    Args:
+        doc: the script's docstring, shown by ``--help``.
+        folder: the default folder.
+        seeds: the default seeds.
+    """
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(found, folder)
     found.set_defaults(seeds=list(seeds), folder=Path(folder))
@@ -118,7 +130,8 @@ def parser(doc: str | None, folder: str, seeds: Sequence[int] = (0, 1, 2)) -> ar
 
 
 def add_options(found: argparse.ArgumentParser, folder: str) -> None:
-    """Add the options that every experiment has; seeds and folder are None if they are not given."""
+    """Add the options that every experiment has. Without a default here, seeds and folder are None if they are not
+    given. ``folder`` is named in the help text."""
     found.add_argument("--seeds", type=at_least(0), nargs="+", help="seeds of every arm (default: the lab's)")
     found.add_argument("--arms", nargs="+", help="run only these arms")
     found.add_argument("--folder", type=Path, help=f"default: {folder}")
@@ -144,8 +157,11 @@ def changes_asked(options: Options) -> dict[str, Any]:
 
 def run_experiment(experiment: Experiment, options: Options) -> None:
     """Run the cells without an up-to-date record, then write ``records.json`` and the report of those that have one.
-    Raises ValueError for an unknown arm or a mistake in the settings. Raises SystemExit if cells failed, after the
-    others have run and the report is written."""
+
+    Raises:
+        ValueError: an arm is unknown, or a setting is a mistake.
+        SystemExit: cells failed; the others have run by then, and the report is written.
+    """
     if options.run_one is not None:
         sys.excepthook = print_errors_visibly  # into the cell's log
         _run_cell(experiment, experiment.cell(options.run_one[0], int(options.run_one[1]), options), options)
@@ -181,13 +197,14 @@ def run_experiment(experiment: Experiment, options: Options) -> None:
 
 
 def _cells(experiment: Experiment, arms: Sequence[str], options: Options) -> list[LabCell]:
+    """Return the cells of these arms, seed by seed."""
     seeds = dict.fromkeys(options.seeds)
     return [experiment.cell(arm, seed, options) for seed in seeds for arm in dict.fromkeys(arms)]
 
 
 @contextmanager
 def _told_what_is_done(experiment: Experiment, arms: Sequence[str], options: Options) -> Iterator[None]:
-    """Context in which a Ctrl-C says how many cells are done."""
+    """Raise StoppedByUser, which says how many cells are done, if Ctrl-C comes inside the block."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -200,7 +217,8 @@ def _told_what_is_done(experiment: Experiment, arms: Sequence[str], options: Opt
 
 
 def _plan(why: Mapping[str, str]) -> dict[str, str]:
-    """Group the cells by their reason to run, for a dry run to show."""
+    """Group the cells by their reason to run, for a dry run: heading → names. ``why``: cell → reason, empty if the cell
+    is done."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in why.items():
         by_reason.setdefault(_shortened(reason) or "done already", []).append(name)
@@ -216,7 +234,8 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _run(experiment: Experiment, cells: Sequence[LabCell], options: Options) -> list[str]:
-    """Run the cells. Return the reasons why some have no record afterwards."""
+    """Run the cells, side by side if ``--jobs`` asks for it. Return a sentence for each that has no record
+    afterwards."""
     if experiment.in_process:
         for cell in cells:
             _run_cell(experiment, cell, options)
@@ -238,7 +257,7 @@ def _run(experiment: Experiment, cells: Sequence[LabCell], options: Options) -> 
 
 
 def _report(experiment: Experiment, arms: Sequence[str], cells: Sequence[LabCell], options: Options) -> None:
-    """Report the cells with an up-to-date record; print the names of those with an old one."""
+    """Report the cells with an up-to-date record; name those whose record is out of date."""
     done: Found = {}
     for arm in arms:
         of_arm = [cell for cell in cells if cell.arm == arm]
@@ -269,7 +288,7 @@ def _print(*said: str) -> None:
 
 
 def records(arms: Sequence[str], options: Options) -> Found:
-    """Read the records of the cells that have one, whatever they were made from. An arm without any has no entry."""
+    """Read the records of all cells that have one, up to date or not. An arm without any has no entry."""
     found: Found = {}
     for arm in arms:
         cells = [LabCell.of(arm, seed, options.folder, None) for seed in options.seeds]
@@ -279,6 +298,7 @@ def records(arms: Sequence[str], options: Options) -> Found:
 
 
 def _run_cell(experiment: Experiment, cell: LabCell, options: Options) -> None:
+    """Run a cell in this process, and write its record."""
     cell.begin()
     held = peak_memory()
     began = time.perf_counter()
@@ -288,8 +308,11 @@ def _run_cell(experiment: Experiment, cell: LabCell, options: Options) -> None:
 
 
 def program() -> list[str]:
-    """Return the program that started this process: a script's path, or ``-m`` and a package. Its ``__main__.py``, as a
-    script, would find the package's modules in place of others."""
+    """Return the words that start this program again: a script's path, or ``-m`` and a module.
+
+    A package's ``__main__.py`` is not started by its path: as a script it would import the package's modules by their
+    bare names.
+    """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         return sys.argv[:1]
@@ -297,8 +320,8 @@ def program() -> list[str]:
 
 
 def _in_own_process(idle: SimpleQueue[CellForks], cell: LabCell) -> str | None:
-    """Run a cell in its own process, a fork of an ``idle`` one. Return why it has no record then, None if it has
-    one."""
+    """Run a cell in a fork of an idle process. Return None if it has a record then, else a sentence that says why
+    not."""
     print(f"{cell.name} ... ({_shortened(cell.due())}; {cell.log})", flush=True)
     forks = idle.get()
     try:
@@ -313,8 +336,8 @@ def _in_own_process(idle: SimpleQueue[CellForks], cell: LabCell) -> str | None:
 
 
 def peak_memory() -> float:
-    """Return the most memory this process has held, in MiB (Linux; else NaN). ``ru_maxrss`` counts its parent's,
-    too."""
+    """Return the most memory that this process has held, in MiB; NaN if the system is not Linux. (``ru_maxrss`` would
+    count the parent's, too.)"""
     status = Path("/proc/self/status")
     if not status.is_file():
         return math.nan

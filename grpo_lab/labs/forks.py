@@ -1,10 +1,13 @@
 """Processes for the cells of a lab, as forks of one that has imported what cells need.
 
 Importing TRL takes nine seconds of a core where vLLM is installed, and a cell of a large lab may take no longer than
-that. A `CellForks` imports once and forks for each cell. The fork then runs the lab's own program as a new process
-would: with its arguments and folder, the cell's log for all that it prints, and the exit code of a program.
+that. `CellForks` starts a process that imports once and forks for each cell. The fork then runs the lab's own program
+as a new process would: with its arguments and folder, with all that it prints in the cell's log, and with the exit code
+of a program.
 
-    python -m grpo_lab.labs.forks MODULE...     what `CellForks` starts; a line of JSON a cell comes in and goes out
+    python -m grpo_lab.labs.forks MODULE...     what `CellForks` starts
+
+It reads a line of JSON for each cell from its stdin, and writes the cell's exit code to its stdout.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ LOCKED = 73
 
 
 class CellForks:
-    """A process that has imported ``modules`` and forks for one cell at a time. It ends with this process."""
+    """A process that has imported ``modules`` and forks for one cell at a time. It ends when this process does, or the
+    block ``with CellForks(...)``."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         command = [sys.executable, "-m", __name__, *modules]
@@ -40,8 +44,16 @@ class CellForks:
         self._server = subprocess.Popen(command, preexec_fn=partial(die_with_parent, signal.SIGTERM), **how)
 
     def run(self, program: Sequence[str], words: Sequence[str], log: Path) -> int:
-        """Run ``program`` (a script's path, or ``-m`` and a module) with ``words`` to its end; return its exit code, or
-        `LOCKED`. What it prints is appended to ``log``, which is locked as long as it runs."""
+        """Run a program to its end in a fork.
+
+        Args:
+            program: a script's path, or ``-m`` and a module.
+            words: its arguments.
+            log: the file to which all that it prints is appended; it is locked as long as the program runs.
+
+        Returns:
+            The program's exit code, or `LOCKED` if another process holds the lock of ``log``.
+        """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         asked = {"program": [*program], "words": [*words], "log": str(log)}
@@ -64,7 +76,7 @@ class CellForks:
 def serve(modules: Sequence[str]) -> None:
     """Import ``modules``. Then fork for each line of stdin, wait for the fork, and print its exit code.
 
-    Ctrl-C reaches every process of a terminal: the cell under way ends by it, and after it no other begins.
+    Ctrl-C reaches every process of a terminal: it ends the running cell, and this process forks for no other.
     """
     stopped: list[int] = []
     handle(lambda number, frame: stopped.append(number), signal.SIGINT)
@@ -84,7 +96,8 @@ def serve(modules: Sequence[str]) -> None:
 
 
 def become(program: Sequence[str], words: Sequence[str], log: Path) -> None:
-    """Run a program in this fork, as its main module. Its end is this process's."""
+    """Run a program in this fork, as its main module, with its output in ``log``. The fork ends with the program, or
+    with exit code `LOCKED`."""
     die_with_parent(signal.SIGTERM)
     put_back({signal.SIGINT: signal.default_int_handler})
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -93,7 +106,7 @@ def become(program: Sequence[str], words: Sequence[str], log: Path) -> None:
     except BlockingIOError:
         sys.exit(LOCKED)
     except OSError:
-        pass  # a file system without locks
+        pass  # the file system has no locks
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (1, 2):
         os.dup2(file, stream)

@@ -1,13 +1,19 @@
-"""KL estimators: what each does to value and gradient, against exact enumeration, without sampling noise.
+"""KL estimators against exact enumeration: bias and spread of value and gradient, without sampling noise.
 
 A policy π, its reference and the older policy μ that wrote the completions are tables over 4 tokens (one of which ends
-a completion) and up to 3 positions. Everything is an expectation over all 40 completions; the estimates and the
+a completion) and up to 3 positions. Everything is an expectation over all 40 completions. The estimates and the
 gradients come from the objects that train (``KLTerm``, ``Objective``, ``reward_to_go``, corrections).
+
+An estimator's k_t is put into one of three places:
 
     loss               +β·k per token, differentiated; the weight is the ratio of `ratio_weighted`, not detached
     reward, sum        the reward of a completion is −Σ_t k_t, no gradient through it (REINFORCE, no baseline)
     reward, per token  the advantage of token t is −Σ_{s ≥ t} k_s
-    off-policy         μ samples, π is trained. Weights by token: π/μ of each; by completion: their product.
+
+An arm is a way to sample the completions (``SAMPLINGS``):
+
+    on-policy          π samples, and is trained
+    off-policy         μ samples, and π is trained. Weights by token: π/μ of each; by completion: their product.
     k at generation    k is computed with μ, as in a second update on one batch; else with π
 
 A seed is a world: three tables. Source: arXiv 2510.01555 (placements), 2512.21852 (k1 in the reward, off-policy).
@@ -40,6 +46,7 @@ PLACES = ("loss", "reward, sum", "reward, per token")
 #: Standard deviations of the reference's logits, and of the sampler's, around the policy's.
 TO_REFERENCE, TO_SAMPLER = 0.5, 0.3
 DISTANCES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0)
+"""Standard deviations of the reference's logits around the policy's, in the figure."""
 NONE = "none"
 TOKEN = "token"
 COMPLETION = "completion"
@@ -47,8 +54,14 @@ COMPLETION = "completion"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled (on-policy or by μ) and weighted, whether k in the reward is of μ, the places to
-    measure."""
+    """A way to sample completions, and the places of k that are measured with it.
+
+    Attributes:
+        on_policy: π samples; else μ.
+        weights: importance weights π/μ: ``NONE``, by ``TOKEN``, or by ``COMPLETION``.
+        at_generation: k in the reward is computed with μ, which sampled; else with π.
+        places: the places of k, from ``PLACES``.
+    """
 
     on_policy: bool = False
     weights: str = NONE
@@ -70,7 +83,14 @@ SAMPLINGS = {
 
 @dataclass(frozen=True)
 class World:
-    """Tables of logits: of the policy, its reference, and the policy that wrote the completions (``sampler``)."""
+    """Three tables of logits ``[rows, V]``, a row for each prefix of a completion.
+
+    Attributes:
+        tree: all completions.
+        policy: of π, which is trained.
+        reference: of the policy's reference.
+        sampler: of μ, which writes the completions off-policy.
+    """
 
     tree: Tree
     policy: Tensor
@@ -79,14 +99,16 @@ class World:
 
     @staticmethod
     def of(seed: int, to_reference: float = TO_REFERENCE) -> World:
+        """Draw the world of a seed. ``to_reference``: standard deviation of the reference's logits around the
+        policy's."""
         tree = Tree.of()
         policy = tree.logits(3 * seed)
         moved = ((1, to_reference), (2, TO_SAMPLER))
         return World(tree, policy, *(policy + tree.logits(3 * seed + n, spread) for n, spread in moved))
 
     def gradient(self, next_tokens: bool = False) -> Tensor:
-        """Compute the exact ∇KL(π‖π_ref) by the policy's logits, flattened. ``next_tokens``: that of each next token's
-        KL."""
+        """Compute the exact ∇KL(π‖π_ref) by the policy's logits, flattened to ``[D]``. ``next_tokens``: that of the KL
+        of each next token."""
         logits = self.policy.clone().requires_grad_()
         if next_tokens:
             of = self.tree.divergence_of_next_tokens
@@ -97,8 +119,15 @@ class World:
 
 @dataclass(frozen=True)
 class EstimatorErrors:
-    """Errors of the estimate from one completion. Value: bias and standard deviation, in units of the KL. Gradient:
-    both in lengths of the true one, and the bias against the gradient of each next token's KL."""
+    """Errors of an estimate of the KL from one completion.
+
+    Attributes:
+        value_bias: bias of the value, in units of the KL.
+        value_std: standard deviation of the value, in units of the KL.
+        gradient_bias: length of the gradient's bias, in lengths of the true gradient.
+        next_token_bias: the same, against the gradient of each next token's KL.
+        gradient_std: standard deviation of the gradient, in lengths of the true one.
+    """
 
     value_bias: float
     value_std: float
@@ -108,7 +137,7 @@ class EstimatorErrors:
 
 
 def measured(world: World, estimator: str, place: str, sampling: Sampling) -> EstimatorErrors:
-    """Measure an estimator's errors by exact enumeration over all completions."""
+    """Measure an estimator's errors, with k at ``place``, by exact enumeration of all completions."""
     chances, values, gradients = estimates(world, estimator, place, sampling)
     divergence = float(world.tree.divergence(world.policy, world.reference))
     true = world.gradient()
@@ -125,8 +154,12 @@ def measured(world: World, estimator: str, place: str, sampling: Sampling) -> Es
 
 
 def estimates(world: World, estimator: str, place: str, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each completion's probability ``[C]``, its estimate of KL(π‖π_ref), nats ``[C]``, and its estimate of the
-    gradient by the policy's logits, ``[C, D]``."""
+    """Estimate KL(π‖π_ref) and its gradient from each completion.
+
+    Returns:
+        probability of each completion ``[C]``; its estimate of the KL in nats ``[C]``; its estimate of the gradient by
+        the policy's logits ``[C, D]``.
+    """
     tree = world.tree
     mask = world.tree.mask
     by = world.policy if sampling.on_policy else world.sampler
@@ -139,14 +172,15 @@ def estimates(world: World, estimator: str, place: str, sampling: Sampling) -> t
 
 
 def _values(estimator: str, sampling: Sampling, logps: Tensor, wrote: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-    """Estimate KL(π‖π_ref) from each completion, nats ``[C]``."""
+    """Estimate KL(π‖π_ref) from each completion, in nats ``[C]``."""
     each = KLTerm(1.0, estimator, "reward").of_tokens(wrote if sampling.at_generation else logps, ref, mask)
     weights = _weights(sampling, logps, wrote, mask)
     return (each if weights is None else each * weights).sum(1)
 
 
 def _weights(sampling: Sampling, logps: Tensor, wrote: Tensor, mask: Tensor) -> Tensor | None:
-    """Return π/μ, ``[C, T]`` by token or ``[C, 1]`` by completion, not truncated; None without weights."""
+    """Return the importance weights π/μ, not truncated: ``[C, T]`` by token, ``[C, 1]`` by completion, None without
+    weights."""
     kinds = {TOKEN: TokenTruncate, COMPLETION: SequenceTruncate}
     kind = kinds.get(sampling.weights)
     if kind is None:
@@ -157,8 +191,10 @@ def _weights(sampling: Sampling, logps: Tensor, wrote: Tensor, mask: Tensor) -> 
 def _pushes(
     estimator: str, place: str, sampling: Sampling, logps: Tensor, wrote: Tensor, ref: Tensor, mask: Tensor
 ) -> Tensor:
-    """Return the factors ``[C, T]`` of each ∇log π(y_t) in the estimated gradient of the loss. If the estimator is
-    right, its expectation is ∇KL."""
+    """Return the factor ``[C, T]`` of each ∇log π(y_t) in the estimated gradient of the loss.
+
+    If the estimator is right, the expectation of the sum of these products is ∇KL.
+    """
     if place == "loss":
         term = KLTerm(1.0, estimator, ratio_weighted=sampling.weights != NONE)
         level = "product" if sampling.weights == COMPLETION else "token"
@@ -180,7 +216,8 @@ def _pushes(
 
 
 def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
-    """Measure a sampling in a world: ``rows`` of estimator, place and the fields of ``EstimatorErrors``."""
+    """Measure a sampling (``arm``) in the world of a seed: ``rows`` of estimator, place and the fields of
+    ``EstimatorErrors``; on-policy also the figure's ``curves``."""
     sampling = SAMPLINGS[arm]
     with one_thread():
         rows = [
@@ -196,10 +233,11 @@ FIGURE = {
     "value: bias, nats": [("k1", "loss"), ("k2", "loss"), ("k3", "loss")],
     "gradient: relative bias": [("k1", "reward, sum"), ("k2", "loss"), ("k3", "loss"), ("k3", "reward, sum")],
 }
+"""Panel → its lines, (estimator, place)."""
 
 
 def curves(seed: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Compute the figure's curves, on-policy: panel → line → points over the distance to the reference."""
+    """Compute the figure's curves, on-policy: panel → line → points (distance to the reference, error)."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {panel: {} for panel in FIGURE}
     for distance in DISTANCES:
         world = World.of(seed, distance)
@@ -227,7 +265,7 @@ HEADS = ("sampling", "estimator", "place", "value bias", "value std", "gradient 
 
 
 def rows_of(found: Found) -> Iterator[list[str]]:
-    """Yield the rows of the table: one for each sampling, estimator and place, means over worlds."""
+    """Yield the rows of the table: means over worlds for each sampling, estimator and place."""
     for arm, records in found.items():
         for lines in zip(*(record["rows"] for record in records), strict=True):
             numbers = [fmean(values) for values in zip(*(line[2:] for line in lines), strict=True)]
@@ -235,6 +273,7 @@ def rows_of(found: Found) -> Iterator[list[str]]:
 
 
 def written(number: float) -> str:
+    """Format a number of the table; rounding errors count as 0."""
     if abs(number) < 1e-12:
         return "0"
     return f"{number:.3f}"

@@ -4,9 +4,10 @@
     rounded                     weights and logits of the sampler are bfloat16 numbers; all else stays as it is
     what the batch carries      the log-probs of its tokens under those weights, as an engine reports them
 
-A checkpoint holds the weights that are kept, so that a resumed run samples from the same ones.
+A recipe asks for it by its ``trainer``, `OldWeightsTrainer` or `RatioToSampler`, and by the callback `OldWeights`. The
+callback keeps the weights; the trainer gives them to the model while it generates.
 
-A recipe asks for it by its ``trainer``, `OldWeightsTrainer` or `RatioToSampler`, and by the callback `OldWeights`.
+A checkpoint holds the kept weights, so that a resumed run samples from the same ones.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class OldWeights(TrainerCallback):  # type: ignore[misc]
     Args:
         batches: staleness k, in generation batches.
         rounded: whether the sampler computes with weights and logits that are rounded to bfloat16.
-        tokens: the training stops after the step in which so many tokens have been generated; None: it does not.
+        tokens: the training stops after the step in which this many tokens have been generated; None: no such limit.
     """
 
     holds = "the weights that the sampler of the court keeps"
@@ -51,24 +52,25 @@ class OldWeights(TrainerCallback):  # type: ignore[misc]
         self._forget()
 
     def _forget(self) -> None:
+        """Drop the kept weights and the count of tokens, as at the beginning of a training."""
         self.generated = 0
         self._kept = deque[dict[str, Tensor]](maxlen=self.batches + 1)
         self._step: int | None = None
 
     @property
     def differ(self) -> bool:
-        """Return whether the sampler's weights are others than the policy's."""
+        """Return whether the sampler's weights differ from the policy's."""
         return self.batches > 0 or self.rounded
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the kept weights into a checkpoint, and return its entry."""
+        """Write the kept weights into a checkpoint's ``folder``, and return the entry of its state."""
         for place, weights in enumerate(self._kept):
             whole = {name: weight.contiguous() for name, weight in weights.items()}
             write_whole(folder / FILE.format(place), lambda partial, whole=whole: save_file(whole, partial))  # type: ignore[misc]
         return {"kept": len(self._kept), "step": self._step, "generated": self.generated}
 
     def load(self, saved: SavedState | None) -> None:
-        """Restore what ``save`` wrote; None: the training begins."""
+        """Restore what ``save`` wrote; None: a training begins, with nothing kept."""
         self._forget()
         if saved is None:
             return
@@ -79,13 +81,16 @@ class OldWeights(TrainerCallback):  # type: ignore[misc]
             self.generated = entry["generated"]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ask for the end of the training once enough tokens have been generated."""
         if self.tokens is not None and self.generated >= self.tokens:
             control.should_training_stop = True
 
     @contextmanager
     def in_place(self, model: Any, step: int) -> Iterator[None]:
-        """Give ``model`` the sampler's weights inside the block. The first call at a ``step`` of the policy keeps the
-        policy's weights for later batches."""
+        """Give ``model`` the sampler's weights inside the block, and the policy's own after it.
+
+        The first call at a ``step`` of the policy also keeps a copy of the policy's weights, for later batches.
+        """
         policy = {name: weight.data for name, weight in model.named_parameters()}
         if step != self._step:
             self._kept.append({name: weight.clone() for name, weight in policy.items()})
@@ -110,8 +115,8 @@ class OldWeights(TrainerCallback):  # type: ignore[misc]
 
 
 class OldWeightsTrainer(LabTrainer):
-    """Trainer whose completions are sampled by the weights of its `OldWeights`. With the policy's own weights it is
-    `LabTrainer` to the bit."""
+    """Trainer whose completions are sampled with the weights of its callback `OldWeights`. If these are the policy's
+    own, it computes what `LabTrainer` does, to the bit."""
 
     samples_itself = True
 
@@ -124,6 +129,11 @@ class OldWeightsTrainer(LabTrainer):
         return next(one for one in self.callback_handler.callbacks if isinstance(one, OldWeights))
 
     def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
+        """Generate with the sampler's weights, return their log-probs of the tokens, and count the tokens.
+
+        This is `LabTrainer`'s generation in evaluations, and also in training if the sampler's weights are the policy's
+        own and no correction reads the log-probs.
+        """
         sampler = self._sampler
         training = self._mode() == "train"
         reports = sampler.differ or self.algorithm.correction is not None
@@ -141,10 +151,14 @@ class OldWeightsTrainer(LabTrainer):
 
 class RatioToSampler(OldWeightsTrainer):
     """`OldWeightsTrainer` whose importance ratio is π_θ/π_sampler, as papers define π_old, so that clips and trust
-    regions are around the policy that sampled. Without it the ratio is to the policy before the batch's first update,
-    and the way from the sampler to there is the ``correction``'s."""
+    regions are around the policy that sampled.
+
+    In `OldWeightsTrainer` itself the ratio is to the policy before the batch's first update, and the ``correction``
+    weighs the difference between that policy and the sampler.
+    """
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """Put the sampler's log-probs in place of the proximal ones."""
         batch = super()._generate_and_score_completions(inputs)
         carried = Carried(batch)
         if carried.behaviour_logps is not None:

@@ -1,9 +1,11 @@
 """Over-optimisation: a policy that only a proxy rewards gains on the proxy, but not always in truth (Gao's law).
 
-An arm is the judge whose comparisons of the start's own answers taught the preference model
-(`grpo_lab.rewards.comparisons`): the truth, people, or somebody with a liking for length. Two have no such model:
-``form`` is rewarded for writing a calculation down, right or not, ``truth`` for right answers. A cell runs
-recipes/lab/overoptimisation/pipeline.yaml without its first stage, which all cells share.
+The proxy is a preference model. It learns from comparisons of the start model's own answers, which a simulated judge
+made (`grpo_lab.rewards.comparisons`). An arm is such a judge: one without noise (``none``), one with people's noise, or
+one with a liking for length (``systematic``). Two arms have no proxy: ``form`` is rewarded for writing a calculation
+down, right or not, ``truth`` for right answers.
+
+A cell runs recipes/lab/overoptimisation/pipeline.yaml without its first stage, whose model all cells share.
 """
 
 from __future__ import annotations
@@ -24,17 +26,19 @@ from grpo_lab.reading import read_json_lines
 from grpo_lab.recipe.yaml import read_yaml, shipped_recipe
 
 JUDGES: Mapping[str, Any] = {"none": {}, "people": {"temperature": 1.0}, "systematic": {"longer": 0.4}}
+"""Arm with a proxy → settings of the judge that taught it."""
 PAID: Mapping[str, Any] = {"form": [{"name": "worked_out"}], "truth": []}
-"""Arm without a model → rewards that pay it beside accuracy, which is only watched if there are some."""
+"""Arm without a proxy → its rewards besides accuracy. If there are any, accuracy is only watched (weight 0)."""
 TRUTH = "rewards/accuracy_reward/mean"
 PROXY = "rewards/preference_reward/mean"
 KL = "kl/reward_penalty"
 LAST = 10
-"""Number of steps that a mean of the log is over."""
+"""Number of steps that a mean of the log covers."""
 
 
 def stages_of(options: Options) -> list[dict[str, Any]]:
-    """Return the pipeline's stages; those after the first take its model from ``start/`` in the lab's folder."""
+    """Return the stages of the lab's pipeline. Those after the first take its model from ``start/`` in the lab's
+    folder."""
     recipe = read_yaml(shipped_recipe("lab/overoptimisation/pipeline.yaml"), changes_asked(options))
     place = str(options.folder / "start/start/model")
     for one in recipe["stages"][1:]:
@@ -51,7 +55,7 @@ def prepare(options: Options) -> None:
 
 
 def stages_of_cell(arm: str, seed: int, options: Options) -> list[dict[str, Any]]:
-    """Return the cell's stages: samples of the start, their comparisons, the proxy, the policy. Arms without a proxy
+    """Return a cell's stages: samples of the start, comparisons of them, the proxy, the policy. Arms without a proxy
     have only the first and the last."""
     stages = {one["name"]: one for one in stages_of(options)[1:]}
     for name in ("samples", "proxy", "policy"):
@@ -77,7 +81,7 @@ def check(arms: Sequence[str], options: Options) -> dict[str, str]:
     """Check the pipeline, and the stages of these arms; return the facts of a dry run. Raises ValueError for an invalid
     stage."""
     asked = read_yaml(shipped_recipe("lab/overoptimisation/pipeline.yaml"), changes_asked(options))
-    unused = options.folder / "pipeline"  # the start and the cells have folders of their own
+    unused = options.folder / "pipeline"  # nothing is made there: the start and the cells have their own folders
     plan_of_pipeline(pipeline_from({**asked, "output_dir": str(unused)}), run=True)
     for arm in arms:
         entries_of(pipeline_from({"name": arm, "output_dir": str(unused), "stages": stages_of_cell(arm, 0, options)}))
@@ -94,22 +98,33 @@ def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
 
 
 def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: str) -> Record:
-    """Make the record: numbers ``after``, and ``curves`` over √KL with one point a step. An estimate of the KL below 0,
-    as at the start, counts as 0. Gao's law is fitted unless nothing has left the start. Raises ValueError if there are
-    too few steps for it."""
+    """Make the record of a cell: numbers of the start (``before``) and of the policy (``after``), and ``curves`` over
+    √KL with a point for each step.
+
+    An estimate of the KL below 0, as at the start, counts as 0. Gao's law is fitted to the truth, unless the policy
+    never left the start. Its peak counts only if it lies within the distances that the policy reached.
+
+    Args:
+        log: rows of the policy's `metrics.jsonl` with the KL.
+        facts: stage → its facts.
+        paid: the metric that the policy was rewarded for.
+
+    Raises:
+        ValueError: there are too few steps to fit the law.
+    """
     distances = [math.sqrt(max(row[KL], 0.0)) for row in log]
     start = facts["samples"]["right_share"]
     logged = {"truth": TRUTH, "proxy": paid, "tokens": "completions/mean_length"}
     values = {title: [row[metric] for row in log] for title, metric in logged.items()}
     fitted: list[float] = []
     alpha = beta = where = most = math.nan
-    if any(distances):  # rewards that never differ within a group move nothing
+    if any(distances):  # the policy stays at the start if rewards never differ within a group
         law = overoptimisation_law([(d, value - start) for d, value in zip(distances, values["truth"], strict=True)])
         (alpha, beta), (where, most) = (law.alpha, law.beta), law.peak or (math.nan, math.nan)
         fitted = [start + law.at(distance).value for distance in distances]
     means = [fmean(values["truth"][step : step + LAST]) for step in range(max(1, len(log) - LAST + 1))]
     pairs = facts.get("pairs", {"wrong": math.nan, "rows": 1, "ties": 0})
-    if where > max(distances):  # beyond what was seen: the fit says nothing there
+    if where > max(distances):  # the fit says nothing beyond the distances that were reached
         where = most = math.nan
     after = {
         "wrong labels": pairs["wrong"] / max(1, pairs["rows"] - pairs["ties"]),

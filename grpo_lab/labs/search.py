@@ -1,4 +1,4 @@
-"""Search: Monte Carlo tree search over steps, against samples and beams at equal generated tokens.
+"""Search over steps: Monte Carlo tree search against samples and beams, at equal generated tokens.
 
 R1 reports two attempts that did not work (arXiv 2501.12948, §4.2). What it says of search is looked at in small:
 
@@ -8,9 +8,10 @@ R1 reports two attempts that did not work (arXiv 2501.12948, §4.2). What it say
     loop      search helps at inference, but "iteratively boosting model performance through self-search remains a
               significant challenge"
 
-An arm is a way to search, a look at the space or at the judges, or a loop of search and training. A seed has held-out
-problems of its own, and draws of its own. All cells share the models of recipes/lab/search/pipeline.yaml, so intervals
-are over problems, with these models.
+An arm is a way to search (``SEARCHES``), a look at the space or at the judges (``VIEWS``), or a loop of search and
+training (``LOOPS``). A seed has its own held-out problems and its own draws. All cells share the models of
+recipes/lab/search/pipeline.yaml, so intervals are over problems, with these models. What a cell measures is in
+``search_cell.py`` and ``search_loop.py``, the tables are in ``search_report.py``.
 
 **Decided on 2026-11-28, before the first counted run** (seeds 0, 1, 2; 40 problems each). A pilot had made the start
 and judges of less data, and no search:
@@ -62,14 +63,15 @@ from grpo_lab.settings import refuse_unknown
 SEARCHES = ("samples", "beam search, PRM", "tree search, votes", "tree search, value", "tree search, PRM")
 VIEWS = ("space", "judges")
 LOOPS = ("loop by samples", "loop by search")
+"""The arms: ways to search, looks at the search, loops of search and training."""
 IMPORTS = ("trl.trainer.sft_trainer", "grpo_lab.labs.search_loop")
 MODELS = "models"
-"""Folder of the pipeline, in the lab's."""
+"""Name of the pipeline's folder, in the lab's folder."""
 
 
 def sizes_of(options: Options) -> SearchSizes:
-    """Return the sizes, with the changes of ``--set``. Raises ValueError for a key that is no size, and has no dot as
-    those of the pipeline have."""
+    """Return the sizes of the lab, with the changes of ``--set`` whose key has no dot. Raises ValueError if such a key
+    is no size."""
     changes = {key: value for key, value in changes_asked(options).items() if "." not in key}
     sizes = [one.name for one in fields(SearchSizes)]
     refuse_unknown(changes, sizes, "lab 'search'", "or of its pipeline: stages.0.max_steps")
@@ -77,7 +79,7 @@ def sizes_of(options: Options) -> SearchSizes:
 
 
 def models_of(options: Options) -> dict[str, Any]:
-    """Return the pipeline that makes the models. Changes of ``--set`` with a dot in their key are its own."""
+    """Return the recipe of the pipeline that makes the models, with the changes of ``--set`` whose key has a dot."""
     changes = {key: value for key, value in changes_asked(options).items() if "." in key}
     recipe = read_yaml(shipped_recipe("lab/search/pipeline.yaml"), changes)
     return {**recipe, "output_dir": str(options.folder / MODELS)}
@@ -89,12 +91,13 @@ def prepare(options: Options) -> None:
 
 
 def settings_of_cell(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
-    """Return what a cell is made from: the models' stages, and the sizes."""
+    """Return what a cell is made from: the stages that make the models, and the sizes."""
     return {"stages": models_of(options)["stages"], "sizes": asdict(sizes_of(options))}
 
 
 def check(arms: Sequence[str], options: Options) -> dict[str, str]:
-    """Check the sizes and the models' stages; return the facts of a dry run."""
+    """Check the sizes and the stages that make the models; return the facts of a dry run. Raises ValueError for a
+    mistake."""
     sizes_of(options)
     plan_of_pipeline(pipeline_from(models_of(options)), run=True)
     return {"lab": "search over steps, against samples and beams", "models": str(options.folder / MODELS)}

@@ -1,4 +1,9 @@
-"""What a cell of the lab `search` measures: answers of each method, the space of steps, the judges."""
+"""What a cell of the lab `search` measures: answers of each method, the space of steps, the judges.
+
+A `SearchCell` loads models and problems. `searches` measures a way to search: for each budget of generated tokens,
+whether the answer to each problem is right. `space_measured` looks at the tree of steps along the right way,
+`judges_measured` at how well the judges value states.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +39,17 @@ from grpo_lab.stages.step_search import (
 from grpo_lab.stages.supervised import MODEL
 
 TASK: Mapping[str, Any] = {"steps": (3, 4), "largest": 20}
+"""Arguments of `word_problems`."""
 MOST_TOKENS = 72
 MOST_OF_A_STEP = 20
-"""Most tokens of a solution, and of a step: the longest ones have 56 and 16."""
+"""Largest number of tokens of a solution, and of a step. The longest worked solution has 56, the longest step 16."""
 WRITTEN_AT_ONCE = 256
 JUDGED_AT_ONCE = 64
-"""Solutions in a batch of the policy, and of a judge."""
+"""Number of solutions in a batch of the policy, and of a judge."""
 WIDTHS = (1, 2, 4, 8, 16)
-"""Proposals a node, in the look at the space."""
+"""Numbers of proposals of a node, in the look at the space."""
 Pick = Callable[[Sequence[FoundSolution]], str]
+"""Function that chooses the answer to a problem from its solutions."""
 
 
 @settings()
@@ -53,11 +60,11 @@ class SearchSizes:
         problems: held-out problems of a seed.
         budgets: tokens generated for a problem, smallest first.
         width: proposals for a node's next step.
-        beams: states that a beam search keeps, one search for each.
+        beams: numbers of states that a beam search keeps; there is a search for each number.
         beam_width: proposals for the next step of each of these states.
         samples: of a problem; as many as the largest budget pays for.
         proposals: of each state on the right way, to look at the space.
-        rests: solutions of each state, whose share of right ones is its exact value.
+        rests: ends of a solution that are sampled from each state; the share of right ones is the state's exact value.
         rounds: of the loop.
         round_problems: fresh problems of a round.
         round_tokens: generated for each of them.
@@ -90,7 +97,7 @@ class SearchSizes:
 
 @dataclass(frozen=True)
 class SearchModels:
-    """Folders of the policy, the value model and the process reward model."""
+    """Folders of the policy, of the value model, and of the process reward model (``prm``)."""
 
     policy: Path
     value: Path
@@ -98,7 +105,7 @@ class SearchModels:
 
     @classmethod
     def made_in(cls, pipeline: Path) -> SearchModels:
-        """Return the models that the pipeline's stages left in its folder."""
+        """Return the models that the stages of the pipeline in this folder have made."""
         return cls(pipeline / "start" / MODEL, pipeline / "value" / MODEL, pipeline / "prm" / MODEL)
 
 
@@ -126,18 +133,22 @@ class SearchCell:
         self.prm = StepJudge(self._scores(models.prm), "least")
 
     def _writer(self, model: Path) -> StepWriter:
+        """Load the policy."""
         how = SamplingSettings(batch_size=WRITTEN_AT_ONCE, max_completion_length=MOST_TOKENS, use_cpu=True)
         loaded = load_generator(str(model), how, use_cpu=True, seed=self.seed)
         return StepWriter(loaded, MOST_TOKENS, MOST_OF_A_STEP, seed=self.seed)
 
     def _scores(self, model: Path) -> TokenClassificationSteps:
+        """Load a judge of steps."""
         return TokenClassificationSteps(model, batch_size=JUDGED_AT_ONCE, device="cpu")
 
     def vote(self, found: Sequence[FoundSolution]) -> str:
+        """Return the first solution with the most frequent answer (`voted`)."""
         return voted(found, self.read)
 
     def right(self, texts: Sequence[str], places: Sequence[int] | None = None) -> list[bool]:
-        """Return whether each text solves its problem. ``places``: the problems' indices; None: one text for each."""
+        """Return whether each text solves its problem. ``places``: the index of each text's problem; None: a text for
+        each problem."""
         rows = self.rows
         if places is not None:
             rows = [self.rows[place] for place in places]
@@ -149,7 +160,10 @@ class SearchCell:
 
 
 def searches(arm: str, cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
-    """Search by an arm's methods; return what each answers."""
+    """Search by an arm's methods; return method → what it answered (`measured`).
+
+    The arm `samples` has three methods, which choose from the same samples: majority, and the best one by each judge.
+    """
     most = sizes.budgets[-1]
     tree: dict[str, Any] = {"width": sizes.width, "tokens": most}
     if arm == "beam search, PRM":
@@ -170,7 +184,7 @@ def searches(arm: str, cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
 
 
 def valued(cell: SearchCell, found: Sequence[Sequence[FoundSolution]], judge: StepJudge) -> list[list[FoundSolution]]:
-    """Return the solutions with a judge's values."""
+    """Return the solutions of each problem with a judge's values."""
     every = [(question, one) for question, own in zip(cell.questions, found, strict=True) for one in own]
     values = iter(judge([question for question, _ in every], [one.text for _, one in every]))
     return [[FoundSolution(one.text, one.tokens, next(values)) for one in own] for own in found]
@@ -179,8 +193,18 @@ def valued(cell: SearchCell, found: Sequence[Sequence[FoundSolution]], judge: St
 def measured(
     cell: SearchCell, found: Sequence[Sequence[FoundSolution]], pick: Pick, sizes: SearchSizes
 ) -> dict[str, Any]:
-    """Measure a method: for each budget whether its answers are right, and the tokens behind them; for the largest one
-    whether a right solution had been found."""
+    """Measure a method, from the solutions that it found for each problem, by rising tokens.
+
+    Args:
+        cell: models and problems.
+        found: each problem's solutions.
+        pick: function that chooses the answer from the solutions found within a budget.
+        sizes: the budgets.
+
+    Returns:
+        ``right``: for each budget whether the answer to each problem is right; ``tokens``: for each budget the mean
+        tokens generated for a problem; ``had``: whether the largest budget found a right solution of each problem.
+    """
     right = []
     tokens = []
     for budget in sizes.budgets:
@@ -203,8 +227,11 @@ def right_of_each(cell: SearchCell, found: Sequence[Sequence[FoundSolution]]) ->
 
 
 def beams_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
-    """Measure beam search: the answer at a budget is that of the largest beam that ended within it, else the greedy
-    one. The larger beams do not know what the smaller ones found."""
+    """Measure beam search; what is returned is as in `measured`.
+
+    The answer at a budget is that of the largest beam whose search ended within it, or else the greedy one. The larger
+    beams do not know what the smaller ones found.
+    """
     runs = [beam_search(cell.writer, cell.questions, cell.prm, beam, sizes.beam_width) for beam in sizes.beams]
     right = []
     tokens = []
@@ -222,8 +249,12 @@ def beams_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
 
 
 def space_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
-    """Look at the space along the right way: for each width, the different steps of a node, the paths of a whole tree,
-    and the problems whose right way is in it."""
+    """Look at the tree of steps along the right way, by the number of proposals that a node has.
+
+    Returns:
+        width → ``steps``: mean number of different steps of a node; ``paths``: paths of each problem's whole tree, as
+        the product of these numbers along the right way; ``inside``: whether each problem's right way is among them.
+    """
     asked = []
     for place, row in enumerate(cell.rows):
         lines = row["worked_solution"].split("\n")
@@ -246,8 +277,12 @@ def space_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
 
 
 def judges_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
-    """Hold the judges against exact values, the share of right answers among many rests, at each step of a sampled
-    solution: pairs of value and exact value by the number of steps done."""
+    """Compare the judges with exact values at each step of a sampled solution. A state's exact value is the share of
+    right answers among many ends that are sampled from it.
+
+    Returns:
+        judge → (steps done, judge's value, exact value) of each state.
+    """
     written = [one for [one] in cell.writer.solutions(cell.questions, 1, 1.0)]
     tokenizer = cell.writer.loaded.tokenizer
     asked = []

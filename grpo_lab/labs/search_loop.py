@@ -1,7 +1,7 @@
 """The loop of the lab `search`: what a search finds trains the policy and the value model, round by round.
 
 In R1 (arXiv 2501.12948v1, §4.2) answers are found "via MCTS guided by a pre-trained value model", and "the resulting
-question-answer pairs" train "both the actor model and the value model, iteratively refining the process". A round is
+question-answer pairs" train "both the actor model and the value model, iteratively refining the process". A round is:
 
     find        solutions of fresh problems, by tree search or by samples of equally many tokens   `solutions_found`
     policy      goes on from where it was, on the right solutions                                  `learnt_policy`
@@ -10,8 +10,8 @@ question-answer pairs" train "both the actor model and the value model, iterativ
 
 A state's label is the outcome of its solution, as AlphaGo Zero's value learns z, the game's winner (Silver et al.,
 Nature 550, 2017, eq. 1). It is not the backed-up value Q: nothing in the search knows which answers are right, so Q
-holds what the value model already said. With samples the policy alone learns. The reward chooses and labels rows here,
-and nowhere else.
+holds what the value model already said. In the loop by samples only the policy learns. The reward chooses and labels
+rows here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -48,13 +48,18 @@ TRAINING: Mapping[str, Any] = {
 }
 """How policy and value model are trained on the rows of a round."""
 Solutions = Sequence[Sequence[FoundSolution]]
-"""What was found, a list for each problem."""
+"""Solutions that were found, a list for each problem."""
 Right = Sequence[Sequence[bool]]
-"""Whether each of these solutions is right."""
+"""Whether each solution is right, a list for each problem."""
 
 
 def loop_measured(arm: str, models: SearchModels, seed: int, sizes: SearchSizes, folder: Path) -> list[dict[str, Any]]:
-    """Run the rounds of an arm. Return what was measured at the start and after each round."""
+    """Run the rounds of an arm, each in a folder of its own below ``folder``.
+
+    Returns:
+        what `held_out` measured at the start and after each round. A round's also has the tokens generated for a
+        problem, the share of problems solved, and the number of right solutions found.
+    """
     measured = [held_out(models, seed, sizes)]
     for number in range(1, sizes.rounds + 1):
         place = folder / f"round-{number}"
@@ -76,7 +81,7 @@ def loop_measured(arm: str, models: SearchModels, seed: int, sizes: SearchSizes,
 
 
 def solutions_found(arm: str, cell: SearchCell, sizes: SearchSizes) -> list[list[FoundSolution]]:
-    """Return each problem's solutions that an arm finds within the round's tokens."""
+    """Return the solutions of each problem that an arm finds within the round's tokens."""
     if arm == "loop by search":
         judging = Judging(cell.writer, cell.value)
         trees = tree_search(cell.writer, cell.questions, judging, width=sizes.width, tokens=sizes.round_tokens)
@@ -89,8 +94,13 @@ def solutions_found(arm: str, cell: SearchCell, sizes: SearchSizes) -> list[list
 def learnt_policy(
     models: SearchModels, cell: SearchCell, found: Solutions, right: Right, sizes: SearchSizes, folder: Path
 ) -> Path:
-    """Train the policy on the right solutions of each problem that calculate differently, as `grpo-lab rounds` chooses
-    them. Return its folder. Raises ValueError if no solution is right."""
+    """Train the policy on the right solutions; return its folder.
+
+    Of a problem's right solutions, those that calculate differently are taken, as `grpo-lab rounds` chooses them.
+
+    Raises:
+        ValueError: no solution is right.
+    """
     samples = []
     for row, own, good in zip(cell.rows, found, right, strict=True):
         completions = [in_form_of(row["prompt"], one.text) for one in own]
@@ -105,7 +115,7 @@ def learnt_policy(
 def learnt_value(
     models: SearchModels, cell: SearchCell, found: Solutions, right: Right, sizes: SearchSizes, folder: Path
 ) -> Path:
-    """Train the value model on the outcome of every state of every solution. Return its folder."""
+    """Train the value model on the outcome of every state of every solution; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json_lines(folder / ROWS, value_rows(cell, found, right))
     training = {**TRAINING, "max_steps": sizes.round_steps}
@@ -115,7 +125,8 @@ def learnt_value(
 
 
 def value_rows(cell: SearchCell, found: Solutions, right: Right) -> list[dict[str, Any]]:
-    """Make a row of each solution that has a step: all its steps have its outcome as label, 1 if it is right."""
+    """Make a row for each solution that has a step. Every step of it has the solution's outcome as its label: 1 if it
+    is right, else 0."""
     rows = []
     for problem, own, good in zip(cell.rows, found, right, strict=True):
         for one, outcome in zip(own, good, strict=True):
@@ -126,8 +137,12 @@ def value_rows(cell: SearchCell, found: Solutions, right: Right) -> list[dict[st
 
 
 def held_out(models: SearchModels, seed: int, sizes: SearchSizes) -> dict[str, Any]:
-    """Measure models on a seed's held-out problems: whether the greedy answer, tree search by the value model and the
-    majority are right, and for each problem how the value model ranks its samples."""
+    """Measure models on a seed's held-out problems.
+
+    Returns:
+        ``greedy``, ``search`` (tree search by the value model), ``majority``: whether each problem's answer is right;
+        ``ranked``: how the value model ranks each problem's samples (`ranked`).
+    """
     cell = SearchCell(models, "test", sizes.held_out, 200 + seed)
     budget = sizes.held_out_tokens
     trees = tree_search(cell.writer, cell.questions, Judging(cell.writer, cell.value), width=sizes.width, tokens=budget)
@@ -142,8 +157,8 @@ def held_out(models: SearchModels, seed: int, sizes: SearchSizes) -> dict[str, A
 
 
 def ranked(own: Sequence[FoundSolution], right: Sequence[bool]) -> float | None:
-    """Return how often a right solution of a problem has a higher value than a wrong one; a tie counts ½. None if all
-    are right, or all wrong."""
+    """Return how often the value of a right solution of a problem is above that of a wrong one; a tie counts ½. None if
+    all are right, or all wrong."""
     if all(right) or not any(right):
         return None
     return area(np.array([one.value for one in own]), np.array(right))

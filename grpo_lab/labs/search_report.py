@@ -1,4 +1,7 @@
-"""Tables and figure of the lab `search`: accuracy over tokens, the space, the judges, and the loop."""
+"""Tables and figure of the lab `search`: accuracy over tokens, the space, the judges, and the loop.
+
+`report` makes each table whose records are there. A record is what ``search.run`` returned for one arm and seed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from grpo_lab.labs.tables import draw, markdown
 BASELINE = "majority"
 """Method that the others are compared with."""
 LOOP_MEASURES = {"greedy": "greedy", "search": "tree search, value", "majority": "majority"}
-"""What is measured after each round of a loop, and its name in the table."""
+"""Key of a measure after each round of a loop → its name in the table."""
 
 
 def report(found: Found, options: Options) -> str:
@@ -39,23 +42,23 @@ def report(found: Found, options: Options) -> str:
 
 
 def by_method(records: Sequence[Any]) -> dict[str, list[Any]]:
-    """Return method → what it measured, a seed each."""
+    """Return method → what it measured with each seed."""
     names = dict.fromkeys(name for record in records for name in record["methods"])
     return {name: [one["methods"][name] for one in records if name in one["methods"]] for name in names}
 
 
 def curve(run: Any) -> list[tuple[float, float]]:
-    """Return (tokens, accuracy) at each budget."""
+    """Return the points (tokens, accuracy) of a method with one seed, one for each budget."""
     return [(tokens, fmean(right)) for tokens, right in zip(run["tokens"], run["right"], strict=True)]
 
 
 def pooled(runs: Sequence[Any], place: int) -> list[bool]:
-    """Return whether each problem of all seeds is right at a budget."""
+    """Return whether each problem of all seeds is right, at the budget with index ``place``."""
     return [bool(one) for run in runs for one in run["right"][place]]
 
 
 def shown(interval: Interval | None, points: bool = False) -> str:
-    """Write a share, or a difference in points, with its 95% limits."""
+    """Format a share, or a difference in points, with its 95% limits; None as a dash."""
     if interval is None:
         return "–"
     if points:
@@ -64,8 +67,11 @@ def shown(interval: Interval | None, points: bool = False) -> str:
 
 
 def methods_table(methods: dict[str, list[Any]], records: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
-    """Make the main table: accuracy at each budget, and at the largest one the difference to the majority's, the tokens
-    used, the problems with a right solution, and of these the ones that were answered wrongly."""
+    """Make the main table: head and rows, a row for each method.
+
+    It has the accuracy at each budget. At the largest budget it also has the difference to majority, the tokens used,
+    the share of problems for which a right solution was found, and the share of these that were answered wrongly.
+    """
     budgets = next(record["budgets"] for record in records if "budgets" in record)
     heads = ["method", "seeds", *(f"{budget} tokens" for budget in budgets)]
     heads += [f"− {BASELINE}, points", "tokens used", "a right one found", "of these answered wrongly"]
@@ -84,7 +90,7 @@ def methods_table(methods: dict[str, list[Any]], records: Sequence[Any]) -> tupl
 
 
 def space_table(runs: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
-    """Make the table of the space: what a tree holds, by proposals a node."""
+    """Make the table of the space (`space_measured`): head and rows, a row for each number of proposals of a node."""
     rows = []
     for width in runs[0]:
         inside = [bool(one) for run in runs for one in run[width]["inside"]]
@@ -95,8 +101,11 @@ def space_table(runs: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def judges_table(runs: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
-    """Make the table of the judges: by steps done, how often judge and exact value lie on the same side of ½, how far
-    apart they are, and how often the exact value itself is above ½."""
+    """Make the table of the judges (`judges_measured`): head and rows, a row for each judge and number of steps done.
+
+    It says how often the judge's value and the exact one lie on the same side of ½, how often one would be right who
+    always says the commoner side, and how far apart the two values are on average.
+    """
     rows = []
     for name in runs[0]:
         depths = sorted({depth for run in runs for depth, _, _ in run[name]})
@@ -111,8 +120,11 @@ def judges_table(runs: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def loop_table(loops: dict[str, list[Any]]) -> tuple[list[str], list[list[str]]]:
-    """Make the table of the loops: what was measured at the start and after each round; below it, for two loops, the
-    difference of their last rounds. ``loops``: arm → rounds, a seed each."""
+    """Make the table of the loops: head and rows, a row for the start and for each round.
+
+    If there are two loops of equal length, a last row has the differences between their last rounds. ``loops``: arm →
+    its rounds, with each seed.
+    """
     heads = ["rows from", "rounds", *LOOP_MEASURES.values(), "gain, greedy", "search − majority"]
     heads += ["value ranks rightly", "solved", "right solutions"]
     rows = []
@@ -137,12 +149,12 @@ def loop_table(loops: dict[str, list[Any]]) -> tuple[list[str], list[list[str]]]
 
 
 def held_out_right(runs: Sequence[Any], number: int, name: str) -> list[bool]:
-    """Return whether each held-out problem of all seeds is right after a round."""
+    """Return whether each held-out problem of all seeds is right after a round, by the measure ``name``."""
     return [bool(one) for run in runs for one in run[number][name]]
 
 
 def mean_of_round(runs: Sequence[Any], number: int, name: str) -> str:
-    """Write the mean over seeds of what a round found; the start has found nothing."""
+    """Format the mean over seeds of what a round found; empty for the start, which has found nothing."""
     if number == 0:
         return ""
     return f"{fmean(run[number][name] for run in runs):.3g}"

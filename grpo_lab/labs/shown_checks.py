@@ -18,16 +18,25 @@ from grpo_lab.trainer.metrics.metric_names import logged_names, team_may_log
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 OF_LOG = ("mean", "last")
-"""Functions that a column may apply to a logged metric."""
+"""Prefixes of a column that reads a logged metric: its mean over all steps, or over the last quarter of them."""
 OF_GROUPS = ("greedy.accuracy_by.", "sampled.pass_at_by.")
-"""Places of an evaluation's summary that name a group of problems."""
+"""How places of an evaluation's summary begin that name a group of problems."""
 
 
 def check_shown(
     columns: Mapping[str, str], curves: Mapping[str, str], jobs: Mapping[str, Job], known_later: bool = False
 ) -> None:
-    """Raise ValueError for a column or a curve that no run can have. ``jobs``: arm → what it trains; ``known_later``:
-    there are further arms. If a team's code may log metrics, they are checked in the runs instead (`not_logged`)."""
+    """Raise ValueError for a column or a curve that no run can have.
+
+    Metrics that a team's code may log are not known here; `not_logged` finds those that are missing, after the first
+    run.
+
+    Args:
+        columns: title → number, as in a ``lab.yaml``.
+        curves: title → curve, likewise.
+        jobs: arm → its training.
+        known_later: there are further arms, whose trainings are not known yet.
+    """
     logged = None
     if not known_later:
         logged = _logged_by(jobs.values())
@@ -50,7 +59,8 @@ def check_shown(
 
 
 def not_logged(columns: Mapping[str, str], curves: Mapping[str, str], folders: Iterable[Path]) -> list[str]:
-    """Return a sentence for each column and curve that stays empty, as no run in ``folders`` has logged its metric."""
+    """Return a sentence for each column and curve that stays empty, because no run in ``folders`` has logged its
+    metric."""
     logs = [folder / "metrics.jsonl" for folder in folders]
     known = {name for log in logs if log.is_file() for _, row in read_json_lines(log) for name in row}
     wanted = {f"columns.{title}": name for title, name in columns.items() if name.partition(".")[0] in OF_LOG}
@@ -68,8 +78,8 @@ def not_logged(columns: Mapping[str, str], curves: Mapping[str, str], folders: I
 
 
 def _check_place(name: str, where: str, jobs: Mapping[str, Job]) -> None:
-    """Raise ValueError if an arm's `summary.json` will lack the place. Groups of problems are not known yet, and
-    pass."""
+    """Raise ValueError if an arm's `summary.json` will have no number at the place ``name``. Places that name a group
+    of problems are not known yet, and pass."""
     for arm, job in jobs.items():
         if job.evaluation is None:
             raise ValueError(f"`{where}` is {name!r}, and the recipe of arm {arm!r} has no `evaluation`")
@@ -92,8 +102,11 @@ def _logged_by(jobs: Iterable[Job]) -> list[str] | None:
 
 
 def _check_metric(metric: str, where: str, jobs: Mapping[str, Job], logged: Collection[str] | None) -> None:
-    """Raise ValueError for a metric that is not logged. Logged are ``rewards/NAME/mean`` of an arm's rewards (not
-    checked with an environment, which brings its own) and the names in ``logged`` (None: unknown)."""
+    """Raise ValueError for a metric that no run logs.
+
+    The name of a reward's mean or standard deviation is checked against the arms' rewards, unless an environment brings
+    rewards of its own. Any other metric must be in ``logged``; None: it is unknown what is logged.
+    """
     found = re.fullmatch(r"rewards/.+/(mean|std)", metric)
     if found and jobs and not any(job.arguments.get("environment_factory") for job in jobs.values()):
         rewards = [one for job in jobs.values() for one in job.trainer.declared_rewards([*job.rewards])]
@@ -106,7 +119,8 @@ def _check_metric(metric: str, where: str, jobs: Mapping[str, Job], logged: Coll
 
 
 def _made_up(section: EvaluationSection) -> EvaluationResult:
-    """Make up an evaluation of two problems, one answered right, with all that the section asks for."""
+    """Make up an evaluation of two problems, one of them answered right, with all that the section asks for. Its
+    summary has the places that a real one will have."""
     count = section.n_samples
     tries: list[Any] = [("greedy", 0), *(("sampled", sample) for sample in range(count))]
     outcomes = [

@@ -1,7 +1,7 @@
 """Start models of a lab that trains: what each arm begins from, and where it is made.
 
 Arms share the lab's start. An arm that changes ``model`` or ``cold_start`` has a start of its own; arms with the same
-changes of these share it. Each start is made once, with seed 0.
+changes of these share it. Each start is made once, with seed 0, by the cold start of the recipe.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Changes = Mapping[str, Any]
 OF_START = ("model", "cold_start")
 """Sections of a recipe that say what RL begins from."""
 LAB_START = "start"
-"""An arm's ``model: start`` is the lab's start, which the arm's cold start trains further."""
+"""Value of an arm's ``model`` that means the lab's start; the arm's cold start trains it further."""
 
 
 def of_start(changes: Changes) -> dict[str, Any]:
-    """Return those of ``changes`` that are of the start."""
+    """Return those of ``changes`` that change the start."""
     return {name: value for name, value in changes.items() if name.partition(".")[0] in OF_START}
 
 
 def without_start(changes: Changes) -> dict[str, Any]:
-    """Return those of ``changes`` that are not of the start."""
+    """Return those of ``changes`` that do not change the start."""
     return {name: value for name, value in changes.items() if name.partition(".")[0] not in OF_START}
 
 
@@ -40,8 +40,8 @@ class Starts:
     Args:
         folder: the lab's; starts that are made lie in it.
         given: folder or hub name of a model that takes the place of the lab's own start; empty: none does.
-        changes: arm → its changes of the start. An arm that is not there begins from the lab's start.
-        read: changes → the lab's recipe with these changes.
+        changes: arm → its changes of the start. An arm that is missing here begins from the lab's start.
+        read: function that reads the lab's recipe with some changes.
     """
 
     folder: Path
@@ -51,12 +51,12 @@ class Starts:
 
     @property
     def lab(self) -> Path:
-        """Place of the lab's start, which may still have to be made."""
+        """Return the place of the lab's start, which may still have to be made."""
         return Path(self.given or self.folder / "cold_start")
 
     @property
     def to_come(self) -> dict[str, ModelSection | None]:
-        """Place of the lab's start → the model that it is made from; empty if it is given."""
+        """Return the place of the lab's start → the model that it is made from; empty if the start is given."""
         if self.given:
             return {}
         return {str(self.lab): self.read({}).model}
@@ -66,7 +66,7 @@ class Starts:
         return bool(self.given) and arm not in self.changes
 
     def changes_of(self, arm: str) -> dict[str, Any]:
-        """Return the arm's changes of the start, with the path of the lab's for ``model: start``."""
+        """Return the arm's changes of the start, with the path of the lab's start for ``model: start``."""
         changes = dict(self.changes.get(arm, {}))
         if changes.get("model") == LAB_START:
             changes["model"] = {"path": str(self.lab)}
@@ -80,7 +80,7 @@ class Starts:
         return self.folder / f"cold_start_{folder_name(first)}"
 
     def check_given(self) -> None:
-        """Raise ValueError if the given model is a folder, and missing."""
+        """Raise ValueError if the given model is a folder that does not exist."""
         if looks_local(self.given) and not is_local(self.given):
             raise ValueError(f"`start` is {self.given!r}: no such folder; name a model by `--start`")
 
@@ -93,7 +93,7 @@ class Starts:
                 raise ValueError(f"`start`: {error}") from error
 
     def check(self, arm: str) -> None:
-        """Raise ValueError if a cold start is to make the arm's model, and the recipe has none."""
+        """Raise ValueError if a cold start has to make the arm's model, and the recipe has none."""
         from grpo_lab.pipelines.train import NOTHING_TO_SHARE
 
         if self.is_given(arm) or self.read(self.changes_of(arm)).cold_start is not None:
@@ -104,8 +104,8 @@ class Starts:
         raise ValueError(f"{said}: its start is made by one; a model as it is needs a lab of its own, with `--start`")
 
     def make(self, arm: str) -> str:
-        """Return the model that the arm begins from. It is made if it is missing, the lab's start before it if it is
-        made from that."""
+        """Return the path of the model that the arm begins from. If it is missing it is made, and before it the lab's
+        start if it is trained further from that."""
         if arm not in self.changes:
             return self._lab_made()
         if self.changes[arm].get("model") == LAB_START:
@@ -113,9 +113,11 @@ class Starts:
         return self._cold_started(self.changes_of(arm), self.place(arm))
 
     def _lab_made(self) -> str:
+        """Return the path of the lab's start, made if it is missing and not given."""
         return self.given or self._cold_started({}, self.lab)
 
     def _cold_started(self, changes: Changes, place: Path) -> str:
+        """Return the path of the model that the recipe's cold start makes with these changes, made if it is missing."""
         from grpo_lab.pipelines.train import shared_start
 
         recipe = self.read(changes)

@@ -26,7 +26,7 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Format the mean ± 95% interval over seeds (Student's t) and the single values; NaN is left out."""
+    """Format the mean ± half of its 95% interval over seeds (Student's t), and the single values; NaN is left out."""
     values = [value for value in values if not math.isnan(value)]
     if any(abs(value) >= 1000 for value in values):
         form = ",.0f"
@@ -41,9 +41,11 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(found: Found) -> str:
-    """Make a Markdown table of an experiment's records: a row for each arm, a column for each number in a record's
-    ``after``, as its mean and interval over seeds (`spread`). The numbers in ``before``, if there are any, make a first
-    row for the start, as the first arm's seeds measured it."""
+    """Make the Markdown table of an experiment's records: a row for each arm, a column for each number in a record's
+    ``after``, formatted by `spread`.
+
+    If records have numbers in ``before``, a first row has those of the start, as the first arm's seeds measured them.
+    """
     first = next(iter(found.values()))
     names = list(first[0]["after"])
     rows = [
@@ -58,22 +60,25 @@ def table(found: Found) -> str:
 
 
 def start_value(values: Sequence[float]) -> str:
-    """Format a number of the start, measured for each seed: one value if all are the same, as greedy answers to the
-    same problems are; else as `spread`."""
+    """Format a number of the start, which each seed has measured: as one value if all are the same, as greedy answers
+    to the same problems are; else by `spread`."""
     if len(set(values)) == 1:
         return spread(values[:1])
     return spread(values)
 
 
 def until(curve: Sequence[tuple[float, float]], tokens: float) -> float:
-    """Return the curve's value when ``tokens`` had been generated: that of the last point with no more; NaN if there is
-    none. ``curve``: (tokens, value), in their order."""
+    """Return the curve's value at the last point with at most ``tokens`` generated tokens; NaN if there is none.
+    ``curve``: (tokens, value), tokens rising."""
     return next((value for at, value in reversed(curve) if at <= tokens), math.nan)
 
 
 def at_equal_tokens(panels: Mapping[str, Lines]) -> str:
-    """Make a table of each arm's values, as `spread`, after as many tokens as the shortest run generated in all. Empty
-    if there are no curves. ``panels``: title → arm → curves of (tokens, value), one a seed."""
+    """Make a table of each arm's values after as many tokens as the shortest run generated in all, formatted by
+    `spread`. Empty if there are no curves.
+
+    ``panels``: title → arm → curves of (tokens, value), one a seed.
+    """
     runs = [curve for lines in panels.values() for curves in lines.values() for curve in curves if curve]
     if not runs:
         return ""
@@ -87,8 +92,10 @@ def at_equal_tokens(panels: Mapping[str, Lines]) -> str:
 
 
 def over_tokens(found: Found, curves: Mapping[str, str]) -> dict[str, Lines]:
-    """Smooth the curves over generated tokens: title → arm → running means over a tenth of a run's rows, one curve a
-    seed. ``curves``: title → name in the record's ``curves``, pairs of tokens and value."""
+    """Smooth the curves over generated tokens by a running mean over a tenth of a run's rows.
+
+    ``curves``: title → name in the record's ``curves``. Returns title → arm → curves of (tokens, value), one a seed.
+    """
     panels: dict[str, Lines] = {}
     for title, name in curves.items():
         logged = {arm: [run["curves"][name] for run in runs if run["curves"][name]] for arm, runs in found.items()}
@@ -97,14 +104,15 @@ def over_tokens(found: Found, curves: Mapping[str, str]) -> dict[str, Lines]:
 
 
 def _smooth(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Average each value with those before it, over a tenth of the curve."""
     values = [value for _, value in curve]
     width = max(1, len(curve) // 10)
     return [(at, fmean(values[max(0, place - width + 1) : place + 1])) for place, (at, _) in enumerate(curve)]
 
 
 def pyplot_for(path: Path) -> Any:
-    """Return matplotlib's ``pyplot``. Where it is not installed, print that there will be no figure ``path``, and
-    return None."""
+    """Return matplotlib's ``pyplot``. If it is not installed, print that there will be no figure ``path``, and return
+    None."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -118,16 +126,23 @@ def pyplot_for(path: Path) -> Any:
 
 
 def save_figure(pyplot: Any, figure: Any, path: Path) -> None:
-    """Write ``figure`` as a picture for the docs, and close it."""
+    """Write ``figure`` to ``path`` as a picture for the docs, and close it."""
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
 def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False, target: float | None = None) -> None:
-    """Draw a panel for each title, two in a row. Thin lines are seeds; a thick one is their mean, point by point, as
-    far as all seeds go. ``over``: label of the x axis; ``stairs``: a value holds until the next one; ``target``: a
-    dashed level to be reached."""
+    """Draw a panel for each title, two in a row. Thin lines are seeds; a thick line is their mean, point by point, as
+    far as all seeds go.
+
+    Args:
+        panels: title → label → curves of (x, y), one a seed.
+        path: the file of the picture.
+        over: label of the x axis.
+        stairs: a value holds until the next one.
+        target: a level that is drawn as a dashed line; None: none.
+    """
     pyplot = pyplot_for(path)
     if pyplot is None:
         return
