@@ -1,4 +1,6 @@
-"""How well step scores tell right steps from wrong ones. Pure: scores and labels in, numbers out.
+"""Accuracy of step scores: how well they tell right steps from wrong ones.
+
+Pure functions: scores and labels in, numbers out.
 
     accuracy    share of the steps whose score lies on the same side of ½ as their label; chance is the larger class
     balanced    mean of that share among the right steps and among the wrong ones; chance is ½

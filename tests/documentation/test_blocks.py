@@ -26,8 +26,9 @@ import yaml
 
 from documentation.blocks import COMMANDS, ROOT, Block, blocks, loose_commands, pages
 from documentation.commands import ON_CPU, check_line
-from grpo_lab.labs.arms import Arms, LabFile
+from grpo_lab.labs.arms import Arms
 from grpo_lab.labs.experiment import Options
+from grpo_lab.labs.lab_file import LabFile
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.rounds_recipe import METHODS, rounds_recipe_from
 from grpo_lab.pipelines.runner import entries_of

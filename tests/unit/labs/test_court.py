@@ -13,8 +13,9 @@ from torch import Tensor
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.data import word_problems
 from grpo_lab.engines.forward import forward_logprobs
-from grpo_lab.labs.arms import Arms, LabFile
+from grpo_lab.labs.arms import Arms
 from grpo_lab.labs.court import collapsed, comparisons, excludes_zero, report, table, verdicts, whole_seeds
+from grpo_lab.labs.lab_file import LabFile
 from grpo_lab.labs.old_weights import OldWeights, OldWeightsTrainer, RatioToSampler
 from grpo_lab.settings import read
 from grpo_lab.testing import tiny_model

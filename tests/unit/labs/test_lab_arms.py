@@ -17,7 +17,8 @@ from documentation.blocks import ROOT
 from grpo_lab.cli import main
 from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.labs import LABS as WRITTEN
-from grpo_lab.labs.arms import Arms, LabFile, evaluated, shipped_labs
+from grpo_lab.labs.arms import Arms, evaluated, shipped_labs
+from grpo_lab.labs.lab_file import LabFile
 from grpo_lab.recipe.job import lab_config, numbers_read
 from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.registry import load_named

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_lab.labs.arms import Arms, LabFile
+from grpo_lab.labs.arms import Arms
 from grpo_lab.labs.cells import LabCell
+from grpo_lab.labs.lab_file import LabFile
 from grpo_lab.pipelines.train import shared_start
 from grpo_lab.recipe.sections import ModelSection, read_recipe
 from grpo_lab.settings import read
