@@ -54,8 +54,9 @@ class Blocks:
     def begin(self, settings: Mapping[str, Any], asked: Sequence[Any]) -> None:
         """Begin an evaluation with these ``settings``: read its saved blocks, and exchange them with the other ranks.
         ``asked``: the problems, each with its `prompt`."""
-        follows = json.dumps([self.identity, settings, asked], sort_keys=True, default=str)
-        self.digest = hashlib.sha256(follows.encode()).hexdigest()
+        # `default=str` writes a problem's repr, so the name and the fields of its class are part of the digest.
+        answers_depend_on = json.dumps([self.identity, settings, asked], sort_keys=True, default=str)
+        self.digest = hashlib.sha256(answers_depend_on.encode()).hexdigest()
         self.asked = asked
         self.found = dict[str, list[Outcome]]()
         for file in sorted(self.folder.glob(KEPT.format("*"))) if self.folder else []:

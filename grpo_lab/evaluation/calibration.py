@@ -77,8 +77,8 @@ def calibrated(pairs: Pairs, draws: int = DRAWS, seed: int = 0) -> Calibration:
     if len(wrong) or not len(both):
         raise ValueError(f"calibration needs pairs (confidence, correct) in [0, 1], got {wrong[:1].tolist() or 'none'}")
 
-    def estimates(pairs: Array) -> list[float]:
-        sure, right = pairs.T
+    def estimates(answers: Array) -> list[float]:
+        sure, right = answers.T
         of_bins = [ece(sure, right, bins) for bins in (equal_width(sure), equal_mass(sure))]
         return [*of_bins, float(((sure - right) ** 2).mean())]
 

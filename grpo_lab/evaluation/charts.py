@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 Points = Sequence[tuple[float, float]]
 
-WIDTH, HEIGHT = 480.0, 264.0
+WIDTH = 480.0
+HEIGHT = 264.0
 LEFT = 50.0
 RIGHT = 14.0
 TOP = 14.0
@@ -99,7 +100,8 @@ def draw(
     Returns:
         SimpleNamespace of lines, ticks and texts. Coordinates are pixels of a picture of ``WIDTH`` × ``HEIGHT``.
     """
-    lines, right = ([line for line in some if line.points] for some in (lines, right))
+    lines = [line for line in lines if line.points]
+    right = [line for line in right if line.points]
     every = [*lines, *right]
     show = _percent if share else _plain
     steps = [x for line in every for x, _ in line.points]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,24 +67,26 @@ def read_curation(folder: Path) -> Page:
     Raises:
         ValueError: the curation is not finished, or a file is damaged.
     """
-    table = folder / "all.parquet"
     try:
         found = read_record(folder / "curation.json")
         if found.get("finished"):
-            rows = []
-            if table.is_file():
-                rows = _read_rows(table)
-            written = found["report"]
-            examples = [tuple(DroppedExample(**example) for example in one["examples"]) for one in written["filters"]]
-            filters = tuple(FilterOutcome(**{**one, "examples": e}) for one, e in zip(written["filters"], examples))
-            report = CurationReport(**{**written, "filters": filters, "notes": tuple(written["notes"])})
-            page = curation_page(report, found, rows)
-            if table.is_file():
-                return page
-            return replace(page, missing=["Rows (all.parquet)"])
+            return _finished_page(found, folder / "all.parquet")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder} holds a curation that cannot be read: {type(error).__name__}: {error}") from error
     raise ValueError(f"{folder} holds a curation that is not finished; the same `grpo-lab curate` goes on with it")
+
+
+def _finished_page(found: Mapping[str, Any], table: Path) -> Page:
+    """Make the page of a finished curation, from its `curation.json` (``found``) and the file of its rows."""
+    written = found["report"]
+    filters = []
+    for one in written["filters"]:
+        examples = tuple(DroppedExample(**example) for example in one["examples"])
+        filters.append(FilterOutcome(**{**one, "examples": examples}))
+    report = CurationReport(**{**written, "filters": tuple(filters), "notes": tuple(written["notes"])})
+    if not table.is_file():
+        return replace(curation_page(report, found), missing=["Rows (all.parquet)"])
+    return curation_page(report, found, _read_rows(table))
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:
@@ -125,21 +128,22 @@ def histogram(rows: Rows) -> list[Bar]:
     for row in rows:
         rate = row.get("pass_rate")
         if rate is not None:
-            # a tenth that is not exact in binary (0.3 = 0.30000000000000004) belongs to the bar that it ends
-            if rate <= 0:
-                place = 0
-            else:
-                if rate >= 1:
-                    place = 11
-                else:
-                    place = 1 + min(9, max(0, int(-(-round(rate * 10, 9) // 1)) - 1))
-            counts[place][0 if row.get("kept") else 1] += 1
+            counts[_bar_of(rate)][0 if row.get("kept") else 1] += 1
     highest = max(map(sum, counts))
+    if not highest:
+        return []
     labels = ["0", *(f"{k / 10:.1f}" for k in range(1, 10)), "<1", "1"]
-    found = zip(labels, counts, strict=True)
-    if highest:
-        return [Bar(kept, gone, highest, label) for label, (kept, gone) in found]
-    return []
+    return [Bar(kept, dropped, highest, label) for label, (kept, dropped) in zip(labels, counts, strict=True)]
+
+
+def _bar_of(rate: float) -> int:
+    """Return the number of the bar of `histogram` that counts a pass rate."""
+    if rate <= 0:
+        return 0
+    if rate >= 1:
+        return 11
+    tenths = round(rate * 10, 9)  # 3/10 is no binary fraction, and must not pass into the next bar
+    return min(10, max(1, math.ceil(tenths)))
 
 
 def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:

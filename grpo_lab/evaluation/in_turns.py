@@ -64,19 +64,19 @@ class RoundsOf:
         asked = self._asked
         self._asked = {}
         made = {key: TurnTokens([], [], 0) for key in asked}
-        open_rows = [key for key, (_, room) in asked.items() if room > 0]
-        while open_rows:
-            so_far = [[*asked[key][0], *made[key].ids] for key in open_rows]
-            left = [asked[key][1] - len(made[key].ids) for key in open_rows]
+        unfinished = [key for key, (_, room) in asked.items() if room > 0]
+        while unfinished:
+            so_far = [[*asked[key][0], *made[key].ids] for key in unfinished]
+            left = [asked[key][1] - len(made[key].ids) for key in unfinished]
             limit = min(max(left), self.context - max(map(len, so_far)))
-            found = self._generated(so_far, limit)
-            for key, one in zip(open_rows, found, strict=True):
-                made[key] = made[key].then(TurnTokens(one.ids, one.logprobs, 0)).within(asked[key][1])
-            open_rows = [
-                key
-                for key, one in zip(open_rows, found, strict=True)
-                if len(one.ids) == limit and one.ids[-1] not in self.ends and len(made[key].ids) < asked[key][1]
-            ]
+            cut_off = []
+            for key, one in zip(unfinished, self._generated(so_far, limit), strict=True):
+                room = asked[key][1]
+                made[key] = made[key].then(TurnTokens(one.ids, one.logprobs, 0)).within(room)
+                at_limit = len(one.ids) == limit and one.ids[-1] not in self.ends
+                if at_limit and len(made[key].ids) < room:
+                    cut_off.append(key)
+            unfinished = cut_off
         return list(made.items())
 
     def _generated(self, prompts: list[list[int]], limit: int) -> list[Completion]:
@@ -174,11 +174,11 @@ class TurnGenerator:
         calls = ToolCalls(self.settings, self.dialogue.cut)
         try:
             calls.check(schemas)
-            made = TurnLoop(begun, offers, engine, self.dialogue, calls, limits).run()
+            trajectories = TurnLoop(begun, offers, engine, self.dialogue, calls, limits).run()
         finally:
             calls.close()
-        found = [self._completion(*one) for one in zip(made, environments, strict=True)]
-        return [found[start : start + n] for start in range(0, len(found), n)]
+        completions = [self._completion(*one) for one in zip(trajectories, environments, strict=True)]
+        return [completions[start : start + n] for start in range(0, len(completions), n)]
 
     def _begun(self, row: Row, said: Any) -> Any:
         """Return a new environment, reset to a row. Raises ValueError if that makes another prompt than ``said``, the

@@ -1,6 +1,6 @@
 """`evaluate`: rows → prompts → completions → scores → `EvaluationResult`, in blocks of prompts that ranks share.
 
-`evaluate` checks its arguments, renders the prompts (`_asked`) and leaves out those without room for an answer
+`evaluate` checks its arguments, renders the prompts (`_rendered`) and leaves out those without room for an answer
 (`_fitting`). For each pass, greedy and then sampled, it takes this rank's next block (`Blocks`), generates its
 completions (`_written`), scores them (`_grade`) and has them saved before the next block.
 
@@ -136,17 +136,18 @@ def evaluate(
     if generate is None:
         generate, context = _generator_of(model, tokenizer, batch_size, progress)
     _check_rows(problems, by)
-    asked = _fitting(_asked(problems, tokenizer, chat_template_kwargs, generate), context, max_new_tokens)
+    asked = _fitting(_rendered(problems, tokenizer, chat_template_kwargs, generate), context, max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked), **_by(by)}
     blocks = blocks or Blocks()
     outcomes = list[Outcome]()
     blocks.begin(settings, asked)
-    for kind, n, heat in _passes(n_samples, temperature):
+    for kind, n, pass_temperature in _passes(n_samples, temperature):
         try:
-            for name, first, some in blocks.left(kind, n, progress):
-                written, stopped = _written(generate, some, n, heat, max_new_tokens, seed + first * n)
-                blocks.keep(name, _grade(kind, some, written, tokenizer, rewards, read_answer, by), whole=not stopped)
+            for name, first, block in blocks.left(kind, n, progress):
+                written, stopped = _written(generate, block, n, pass_temperature, max_new_tokens, seed + first * n)
+                graded = _grade(kind, block, written, tokenizer, rewards, read_answer, by)
+                blocks.keep(name, graded, whole=not stopped)
                 if stopped:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
@@ -183,7 +184,7 @@ def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]
     return [greedy]
 
 
-def _asked(
+def _rendered(
     problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None, generate: Any
 ) -> list[_Asked]:
     """Render the prompt of each problem, with what tools or an environment add to it. Raises ValueError that names the

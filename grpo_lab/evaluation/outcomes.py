@@ -79,13 +79,13 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
     measures = []
     if outcomes:
         measures = sorted(outcomes[0].measures)
-    asked = {name: any(getattr(one, name) is not None for one in outcomes) for name in ("group", "transcript")}
-    asked["measures"] = bool(measures)
-    names = [f.name for f in fields(Outcome) if asked.get(f.name, True)] + ["correct"]
+    used = {name: any(getattr(one, name) is not None for one in outcomes) for name in ("group", "transcript")}
+    used["measures"] = bool(measures)
+    names = [f.name for f in fields(Outcome) if used.get(f.name, True)] + ["correct"]
     records = [{name: record[name] for name in names} for record in records]
     write_json_lines(folder / "outcomes.jsonl", records)
-    arrow = {"int": pa.int64(), "bool": pa.bool_(), "float": pa.float64()}
-    types = {f.name: arrow.get(str(f.type).partition(" ")[0], pa.string()) for f in fields(Outcome)}
+    arrow_types = {"int": pa.int64(), "bool": pa.bool_(), "float": pa.float64()}
+    types = {f.name: arrow_types.get(str(f.type).partition(" ")[0], pa.string()) for f in fields(Outcome)}
     types |= {"correct": pa.bool_(), "measures": pa.struct([(name, pa.float64()) for name in measures])}
     schema = pa.schema([(name, types[name]) for name in names])
     write_parquet(folder / "outcomes.parquet", pa.Table.from_pylist(records, schema=schema))

@@ -302,8 +302,9 @@ def _accuracy(record: RunRecord) -> Figure | None:
     """Draw held-out accuracy: of whole evaluations, with intervals, and as logged during training."""
     rewards = [n for n in record.metrics if re.fullmatch(r"eval_rewards/\w*accuracy\w*/mean", n, re.IGNORECASE)]
     during = Line("during training", record.first_of("evaluation/accuracy", "eval_accuracy", *rewards))
-    meaning, unit = "Held-out problems. Bars: 95% Wilson interval over problems.", "share of problems correct"
-    return figure("Held-out accuracy", meaning, [accuracy_line(record, "greedy"), during], unit, share=True)
+    meaning = "Held-out problems. Bars: 95% Wilson interval over problems."
+    lines = [accuracy_line(record, "greedy"), during]
+    return figure("Held-out accuracy", meaning, lines, "share of problems correct", share=True)
 
 
 WEIGHTS = (
@@ -340,15 +341,14 @@ def weight_figures(record: RunRecord) -> list[Figure]:
         found.append(figure(title, f"{meaning} {steps}", lines, x_unit="tokens of an answer", **how))
     buckets = over_steps(record.token_weights, "by_pass_rate")
     lines = [Line("measured", [(one.at, one.answer) for one in buckets], markers=True)]
-    tenths = range(11)
     for label, scaled in (("∝ √(p(1−p))", True), ("∝ p(1−p)", False)):
-        of = WeightFamily(1, scaled).of_pass_rate
-        whole = sum(of(one.at) for one in buckets)
-        if whole:  # as high as what was measured
-            level = sum(one.answer for one in buckets) / whole
-        else:
-            level = 0.0
-        lines.append(Line(label, [(place / 10, level * of(place / 10)) for place in tenths if level]))
+        weight_at = WeightFamily(1, scaled).of_pass_rate
+        total = sum(weight_at(one.at) for one in buckets)
+        height = 0.0
+        if total:  # the formula says only how weights compare, so it is drawn as high as what was measured
+            height = sum(one.answer for one in buckets) / total
+        points = [(tenth / 10, height * weight_at(tenth / 10)) for tenth in range(11)]
+        lines.append(Line(label, points if height else []))
     title = "Weight of an answer by its group's pass rate"
     found.append(figure(title, f"{_BY_PASS_RATE} For rewards of 0 and 1.", lines, x_unit="pass rate", **how))
     return [one for one in found if one]
@@ -356,10 +356,10 @@ def weight_figures(record: RunRecord) -> list[Figure]:
 
 def comparison_figures(runs: Sequence[RunRecord]) -> list[Figure]:
     """Draw each quantity with a line for each run. A quantity that no run recorded is left out."""
-    meaning, unit = "Bars: 95% Wilson interval over problems.", "share of problems correct"
     trained = [run for run in runs if run.kind not in (EVALUATION, PIPELINE)]  # others have no steps
     accuracy = [accuracy_line(run, run.name) for run in trained]
-    found = [figure("Held-out accuracy", meaning, accuracy, unit, share=True)]
+    bars = "Bars: 95% Wilson interval over problems."
+    found = [figure("Held-out accuracy", bars, accuracy, "share of problems correct", share=True)]
     for panel in panels_of(*runs):
         for label, metrics in panel.lines.items():
             if len(panel.lines) == 1:

@@ -239,23 +239,28 @@ def matrix(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[float]]]:
         kinds.setdefault(name, []).append(kind)
     for run in runs:
         of_kind = {one.name: one.kind for one in run.stages}
-        for one in (one for one in run.stages if one.kind == EVALUATE):
-            of = one.inputs.get("model", {}).get("from", "").partition(".")[0]
-            words = re.split("[-_ ]+", re.sub(rf"(^|[-_]){re.escape(of)}(?=[-_]|$)", " ", one.name, count=1))
-            task = " ".join(word for word in words if word not in _JOINED) or "held-out problems"
-            if len(kinds.get(of, ())) > 1:
-                called = f"{of} ({of_kind.get(of)})"
-            else:
-                called = of or _START
-            for name, value in numbers_of(one).items():
+        for evaluation in (one for one in run.stages if one.kind == EVALUATE):
+            model = evaluation.inputs.get("model", {}).get("from", "").partition(".")[0]
+            row = model or _START
+            if len(kinds.get(model, ())) > 1:
+                row = f"{model} ({of_kind.get(model)})"
+            task = _task_of(evaluation.name, model)
+            for name, value in numbers_of(evaluation).items():
                 fact, _, condition = name.partition(".")
                 if fact == "accuracy" and not re.search("budget|against", condition):
-                    named = ", ".join(filter(None, (task, condition)))
-                    found.setdefault(called, {}).setdefault(named, []).append(value)
+                    column = ", ".join(filter(None, (task, condition)))
+                    found.setdefault(row, {}).setdefault(column, []).append(value)
     order = [_START]
     for name, several in kinds.items():
         order += [f"{name} ({kind})" for kind in several] if len(several) > 1 else [name]
-    return {of: found[of] for of in order if of in found}
+    return {row: found[row] for row in order if row in found}
+
+
+def _task_of(name: str, model: str) -> str:
+    """Return what the stage ``name`` evaluates ``model`` on: the words of its name that are not the model's."""
+    without_model = re.sub(rf"(^|[-_]){re.escape(model)}(?=[-_]|$)", " ", name, count=1)
+    words = re.split("[-_ ]+", without_model)
+    return " ".join(word for word in words if word not in _JOINED) or "held-out problems"
 
 
 def matrix_table(runs: Sequence[RunRecord]) -> Table:

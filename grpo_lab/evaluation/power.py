@@ -12,7 +12,8 @@ from statistics import fmean, stdev
 
 from scipy.special import nctdtr, stdtrit
 
-POWER, LEVEL = 0.8, 0.05
+POWER = 0.8
+LEVEL = 0.05
 """Probability that a comparison shows a difference that is there, and that it shows one that is not."""
 
 
@@ -63,7 +64,8 @@ def seeds_needed(
     """
     if not 0 < power < 1:
         raise ValueError(f"power must lie between 0 and 1, got {power!r}")
-    low, high = 1, 2
+    low = 1
+    high = 2
     while power_over_seeds(difference, sd, high, level, paired=paired) < power:
         low = high
         high = 2 * high
@@ -71,8 +73,10 @@ def seeds_needed(
             raise ValueError(f"a difference of {difference!r} with a spread of {sd!r} needs more than a million seeds")
     while high - low > 1:
         middle = (low + high) // 2
-        enough = power_over_seeds(difference, sd, middle, level, paired=paired) >= power
-        low, high = (low, middle) if enough else (middle, high)
+        if power_over_seeds(difference, sd, middle, level, paired=paired) >= power:
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -93,8 +97,10 @@ def difference_seen(
         high = 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        enough = power_over_seeds(middle, sd, seeds, level, paired=paired) >= power
-        low, high = (low, middle) if enough else (middle, high)
+        if power_over_seeds(middle, sd, seeds, level, paired=paired) >= power:
+            high = middle
+        else:
+            low = middle
     return high
 
 

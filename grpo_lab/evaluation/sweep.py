@@ -20,7 +20,9 @@ from grpo_lab.evaluation.statistics import Interval
 from grpo_lab.io import write_json
 from grpo_lab.reading import checked_object, read_json
 
-SWEEP, AGAINST = "sweep.json", "against"
+SWEEP = "sweep.json"
+AGAINST = "against"
+"""Folder of the conditions of a second model, below the evaluation's."""
 
 
 @dataclass(frozen=True)

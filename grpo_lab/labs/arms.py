@@ -66,13 +66,22 @@ class Arms:
 
     def experiment(self) -> Experiment:
         """Return the lab as an experiment."""
-        how: Any = {"prepare": self.make_ready, "seeds": self.said.seeds, "problems": self.problems}
-        how |= {"settings": self.settings, "check": self.check}
-        how["start"] = lambda arm, options: self.starts(options).place(arm)
-        how |= {"kept": KEPT, "read": self.read_anew, "odd": partial(not_logged, self.said.columns, self.said.curves)}
-        how["result"] = lambda record: record["after"][self.said.compared_by]
-        how["imports"] = IMPORTS
-        return Experiment([*self.said.cells], self.run, self.report, **how)
+        return Experiment(
+            [*self.said.cells],
+            self.run,
+            self.report,
+            self.make_ready,
+            seeds=self.said.seeds,
+            imports=IMPORTS,
+            result=lambda record: record["after"][self.said.compared_by],
+            problems=self.problems,
+            settings=self.settings,
+            start=lambda arm, options: self.starts(options).place(arm),
+            check=self.check,
+            kept=KEPT,
+            read=self.read_anew,
+            odd=partial(not_logged, self.said.columns, self.said.curves),
+        )
 
     def recipe(self, options: Options) -> Path:
         """Return the path of the recipe: that of ``--recipe``, else the lab's own."""
@@ -158,17 +167,17 @@ class Arms:
         for arm in self.said.once(arms):
             if isinstance(changes := self.said.cells[arm][0], str):
                 load_named(changes, f"arms.{arm}")  # loaded, not called: it may read what `prepare` makes
-            else:
-                recipe = self.with_changes(options, {**self.changes(arm, self.said.seeds[0], options), "name": arm})
-                if starts.is_given(arm):
-                    recipe = replace(recipe, model=ModelSection(starts.given), cold_start=None)
-                first = starts.place(arm) not in map(starts.place, jobs)  # a shared cold start is checked once
-                try:
-                    recipe = numbers_read(recipe)
-                    with looking_ahead(Ahead(starts.to_come)):
-                        jobs[arm] = Job.resolve(recipe, lab_config(recipe, **no_gpu), here_only=True, cold_start=first)
-                except ValueError as error:
-                    raise ValueError(f"arm {arm!r}: {error}") from error
+                continue
+            recipe = self.with_changes(options, {**self.changes(arm, self.said.seeds[0], options), "name": arm})
+            if starts.is_given(arm):
+                recipe = replace(recipe, model=ModelSection(starts.given), cold_start=None)
+            first = starts.place(arm) not in map(starts.place, jobs)  # a shared cold start is checked once
+            try:
+                recipe = numbers_read(recipe)
+                with looking_ahead(Ahead(starts.to_come)):
+                    jobs[arm] = Job.resolve(recipe, lab_config(recipe, **no_gpu), here_only=True, cold_start=first)
+            except ValueError as error:
+                raise ValueError(f"arm {arm!r}: {error}") from error
         check_shown(self.said.columns, self.said.curves, jobs, known_later=len(jobs) < len(self.said.once(arms)))
         start = starts.given or f"the recipe's cold start, in {starts.lab}"
         if starts.given and not is_local(starts.given):
@@ -278,7 +287,8 @@ class Arms:
             gains = [both[0][seed] - both[1][seed] for seed in both[0] if seed in both[1]]
             if gains:
                 lines.append(f"- {name}, {ours} − {theirs}, seed by seed: {spread(gains)}")
-        write_whole_text(options.folder / "table.md", (text := "\n".join(lines).rstrip()) + "\n")
+        text = "\n".join(lines).rstrip()
+        write_whole_text(options.folder / "table.md", f"{text}\n")
         shown: dict[str, dict[str, Any]] = {}
         for title, by_arm in panels.items():
             for arm, curves in by_arm.items():

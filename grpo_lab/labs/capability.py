@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.cells import Found
 from grpo_lab.labs.experiment import Options
-from grpo_lab.labs.tables import Lines, draw, markdown
+from grpo_lab.labs.tables import Lines, draw, interval, markdown, side
 from grpo_lab.rewards import AccuracyReward
 from grpo_lab.rewards.arithmetic import equation_list
 from grpo_lab.rewards.completion import completion_text
@@ -103,26 +102,6 @@ def gain(found: Found, arm: str, depth: int, k: int) -> list[float]:
 def points(one: Values, other: Values) -> list[float]:
     """Return one − other in points, for each seed that both have."""
     return [100 * (one[seed] - other[seed]) for seed in sorted(one) if seed in other]
-
-
-def interval(numbers: Sequence[float], form: str) -> str:
-    """Format the mean of ``numbers``, and half of its 95% interval over seeds if there are two."""
-    if not numbers:
-        return "–"
-    half = half_width_over_seeds(numbers)
-    mean = format(fmean(numbers), form)
-    if half is None:
-        return mean
-    return f"{mean} ± {format(half, form.lstrip('+'))}"
-
-
-def side(differences: Sequence[float]) -> int:
-    """Return 1 if the 95% interval of the mean lies above 0, −1 if it lies below, else 0; 0 for fewer than two
-    numbers."""
-    half = half_width_over_seeds(differences)
-    if half is None or abs(fmean(differences)) <= half:
-        return 0
-    return int(math.copysign(1, fmean(differences)))
 
 
 def verdict(first: Sequence[float], last: Sequence[float], start: Sequence[float]) -> str:

@@ -18,13 +18,17 @@ from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.cells import Found
 from grpo_lab.labs.experiment import Options
-from grpo_lab.labs.tables import COLOURS, GRID, markdown, pyplot_for, save_figure
+from grpo_lab.labs.tables import COLOURS, GRID, interval, markdown, pyplot_for, save_figure, side
 
 REFERENCE = "grpo"
 """Loss that the others are compared with."""
-FRESH, OLDEST = "0 old", "4 old"
+FRESH = "0 old"
+OLDEST = "4 old"
 ROUNDED = ", bf16"
-ACCURACY, MOST = "pass@1", "pass@16"
+"""Conditions of the planned comparisons, and how the name of a rounded one ends."""
+ACCURACY = "pass@1"
+MOST = "pass@16"
+"""Columns of the lab file that the report reads."""
 TOLD_APART = COLOURS[1]
 NOT_TOLD_APART = COLOURS[4]
 WIDEST = (-75, 50)
@@ -61,14 +65,6 @@ def report(found: Found, options: Options) -> str:
 def values(found: Found, loss: str, condition: str, name: str) -> Values:
     """Return the numbers ``name`` of an arm's runs, by seed."""
     return {run["seed"]: run["after"][name] for run in found.get(f"{loss}, {condition}", [])}
-
-
-def interval(numbers: Sequence[float], form: str = ".3f") -> str:
-    """Format the mean of ``numbers``, and half of its 95% interval over seeds if there are two."""
-    if not numbers:
-        return "–"
-    half = half_width_over_seeds(numbers)
-    return f"{fmean(numbers):{form}}" + ("" if half is None else f" ± {half:{form.lstrip('+')}}")
 
 
 def table(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> str:
@@ -140,8 +136,7 @@ def verdicts(found: Found, losses: Sequence[str], conditions: Sequence[str]) -> 
 
 def excludes_zero(differences: Sequence[float]) -> bool:
     """Return whether the 95% interval of the mean excludes 0; False for fewer than two differences."""
-    half = half_width_over_seeds(differences)
-    return half is not None and abs(fmean(differences)) > half
+    return side(differences) != 0
 
 
 def whole_seeds(found: Found) -> Found:

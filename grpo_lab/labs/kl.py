@@ -43,8 +43,9 @@ from grpo_lab.objectives.corrections import SequenceTruncate, TokenTruncate
 
 ESTIMATORS = ("k1", "k2", "k3")
 PLACES = ("loss", "reward, sum", "reward, per token")
-#: Standard deviations of the reference's logits, and of the sampler's, around the policy's.
-TO_REFERENCE, TO_SAMPLER = 0.5, 0.3
+TO_REFERENCE = 0.5
+TO_SAMPLER = 0.3
+"""Standard deviations of the reference's logits, and of the sampler's, around the policy's."""
 DISTANCES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0)
 """Standard deviations of the reference's logits around the policy's, in the figure."""
 NONE = "none"
@@ -162,13 +163,13 @@ def estimates(world: World, estimator: str, place: str, sampling: Sampling) -> t
     """
     tree = world.tree
     mask = world.tree.mask
-    by = world.policy if sampling.on_policy else world.sampler
-    wrote = tree.logps(by)
+    sampler = world.policy if sampling.on_policy else world.sampler
+    wrote = tree.logps(sampler)
     ref = tree.logps(world.reference)
     logps = tree.logps(world.policy).requires_grad_()
     values = _values(estimator, sampling, logps.detach(), wrote, ref, mask)
-    push = _pushes(estimator, place, sampling, logps, wrote, ref, mask)
-    return tree.chances(by), values, (push.unsqueeze(-1) * tree.scores(world.policy)).sum(1)
+    factors = _gradient_factors(estimator, place, sampling, logps, wrote, ref, mask)
+    return tree.chances(sampler), values, (factors.unsqueeze(-1) * tree.scores(world.policy)).sum(1)
 
 
 def _values(estimator: str, sampling: Sampling, logps: Tensor, wrote: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
@@ -188,7 +189,7 @@ def _weights(sampling: Sampling, logps: Tensor, wrote: Tensor, mask: Tensor) -> 
     return kind(high=None)(sampler_log_ratio(logps, wrote, mask), mask)
 
 
-def _pushes(
+def _gradient_factors(
     estimator: str, place: str, sampling: Sampling, logps: Tensor, wrote: Tensor, ref: Tensor, mask: Tensor
 ) -> Tensor:
     """Return the factor ``[C, T]`` of each ∇log π(y_t) in the estimated gradient of the loss.
@@ -244,19 +245,15 @@ def curves(seed: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
         nats = float(world.tree.divergence(world.policy, world.reference))
         for panel, lines in FIGURE.items():
             for estimator, place in lines:
-                one = measured(world, estimator, place, SAMPLINGS["on-policy"])
-                std = one.value_std * nats
-                bias = one.value_bias * nats
-                if "gradient" in panel:
-                    y = one.gradient_bias
-                elif "deviation" in panel:
-                    y = std
-                else:
-                    y = bias
+                errors = measured(world, estimator, place, SAMPLINGS["on-policy"])
+                label = estimator
                 if "gradient" in panel:
                     label = f"{estimator}, {place.partition(',')[0]}"
+                    y = errors.gradient_bias
+                elif "deviation" in panel:
+                    y = errors.value_std * nats
                 else:
-                    label = estimator
+                    y = errors.value_bias * nats
                 found[panel].setdefault(label, []).append((distance, y))
     return found
 

@@ -41,10 +41,11 @@ def stages_of(options: Options) -> list[dict[str, Any]]:
     folder."""
     recipe = read_yaml(shipped_recipe("lab/overoptimisation/pipeline.yaml"), changes_asked(options))
     place = str(options.folder / "start/start/model")
-    for one in recipe["stages"][1:]:
-        for setting in [setting for setting, wanted in one["inputs"].items() if wanted == "start.model"]:
-            del one["inputs"][setting]
-            one["model"] = {"path": place} if setting == "model.path" else place
+    for stage in recipe["stages"][1:]:
+        of_start = [setting for setting, wanted in stage["inputs"].items() if wanted == "start.model"]
+        for setting in of_start:
+            del stage["inputs"][setting]
+            stage["model"] = {"path": place} if setting == "model.path" else place
     return list(recipe["stages"])
 
 
@@ -117,15 +118,17 @@ def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: s
     logged = {"truth": TRUTH, "proxy": paid, "tokens": "completions/mean_length"}
     values = {title: [row[metric] for row in log] for title, metric in logged.items()}
     fitted: list[float] = []
-    alpha = beta = where = most = math.nan
+    alpha = beta = peak = gained_at_peak = math.nan
     if any(distances):  # the policy stays at the start if rewards never differ within a group
         law = overoptimisation_law([(d, value - start) for d, value in zip(distances, values["truth"], strict=True)])
-        (alpha, beta), (where, most) = (law.alpha, law.beta), law.peak or (math.nan, math.nan)
+        alpha = law.alpha
+        beta = law.beta
+        peak, gained_at_peak = law.peak or (math.nan, math.nan)
         fitted = [start + law.at(distance).value for distance in distances]
     means = [fmean(values["truth"][step : step + LAST]) for step in range(max(1, len(log) - LAST + 1))]
     pairs = facts.get("pairs", {"wrong": math.nan, "rows": 1, "ties": 0})
-    if where > max(distances):  # the fit says nothing beyond the distances that were reached
-        where = most = math.nan
+    if peak > max(distances):  # the fit says nothing beyond the distances that were reached
+        peak = gained_at_peak = math.nan
     after = {
         "wrong labels": pairs["wrong"] / max(1, pairs["rows"] - pairs["ties"]),
         "proxy gained": fmean(values["proxy"][-LAST:]) - values["proxy"][0],
@@ -135,8 +138,8 @@ def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: s
         "√KL": fmean(distances[-LAST:]),
         "α": alpha,
         "β": beta,
-        "√KL at the law's peak": where,
-        "truth gained there": most,
+        "√KL at the law's peak": peak,
+        "truth gained there": gained_at_peak,
     }
     values["truth, Gao's law"] = fitted
     curves = {title: [*zip(distances, of, strict=True)] if of else [] for title, of in values.items()}

@@ -298,5 +298,6 @@ def judges_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, judge in (("value", cell.value), ("PRM", cell.prm)):
         values = judge([cell.questions[place] for place, _, _ in asked], [text for _, _, text in asked])
-        found[name] = [[depth, v, e] for (_, depth, _), v, e in zip(asked, values, exact, strict=True)]
+        depths = [depth for _, depth, _ in asked]
+        found[name] = [[*state] for state in zip(depths, values, exact, strict=True)]
     return found

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo_lab.evaluation.statistics import Interval, accuracy_interval, clustered_interval, paired_difference
+from grpo_lab.evaluation.terminal import NOT_RECORDED, points
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Found, Options
 from grpo_lab.labs.tables import draw, markdown
@@ -57,12 +58,10 @@ def pooled(runs: Sequence[Any], place: int) -> list[bool]:
     return [bool(one) for run in runs for one in run["right"][place]]
 
 
-def shown(interval: Interval | None, points: bool = False) -> str:
-    """Format a share, or a difference in points, with its 95% limits; None as a dash."""
+def shown(interval: Interval | None) -> str:
+    """Format a share with its 95% limits; None as a dash."""
     if interval is None:
-        return "–"
-    if points:
-        return f"{100 * interval.value:+.1f} [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}]"
+        return NOT_RECORDED
     return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
@@ -80,9 +79,9 @@ def methods_table(methods: dict[str, list[Any]], records: Sequence[Any]) -> tupl
         last = pooled(runs, -1)
         had = [bool(one) for run in runs for one in run["had"]]
         misled = [not right for right, there in zip(last, had, strict=True) if there]
-        difference = "–"
+        difference = NOT_RECORDED
         if name != BASELINE and len(methods.get(BASELINE, [])) == len(runs):
-            difference = shown(paired_difference(pooled(methods[BASELINE], -1), last), points=True)
+            difference = points(paired_difference(pooled(methods[BASELINE], -1), last))
         row = [name, str(len(runs)), *(shown(accuracy_interval(pooled(runs, place))) for place in range(len(budgets)))]
         row += [difference, f"{fmean(run['tokens'][-1] for run in runs):.0f}", f"{fmean(had):.3f}"]
         rows.append([*row, shown(accuracy_interval(misled))])
@@ -133,15 +132,15 @@ def loop_table(loops: dict[str, list[Any]]) -> tuple[list[str], list[list[str]]]
         for number in range(len(runs[0])):
             right = {name: held_out_right(runs, number, name) for name in LOOP_MEASURES}
             row = [arm, str(number), *(shown(accuracy_interval(own)) for own in right.values())]
-            row.append(shown(paired_difference(start, right["greedy"]), points=True))
-            row.append(shown(paired_difference(right["majority"], right["search"]), points=True))
+            row.append(points(paired_difference(start, right["greedy"])))
+            row.append(points(paired_difference(right["majority"], right["search"])))
             shares = [one for run in runs for one in run[number]["ranked"] if one is not None]
             row.append(shown(clustered_interval(shares, 1)))
             rows.append([*row, *(mean_of_round(runs, number, name) for name in ("solved", "right_found"))])
     if len(loops) == 2 and len({len(runs) for runs in loops.values()}) == 1:
         first, second = loops.values()
         differences = [
-            shown(paired_difference(held_out_right(first, -1, name), held_out_right(second, -1, name)), points=True)
+            points(paired_difference(held_out_right(first, -1, name), held_out_right(second, -1, name)))
             for name in LOOP_MEASURES
         ]
         rows.append([" less ".join([*loops][::-1]), "last", *differences, *[""] * 5])

@@ -40,6 +40,26 @@ def spread(values: Sequence[float]) -> str:
     return f"{fmean(values):{form}} ± {half_width_over_seeds(values) or 0.0:{form}} ({', '.join(said)})"
 
 
+def interval(numbers: Sequence[float], form: str = ".3f") -> str:
+    """Format the mean of ``numbers``, and half of its 95% interval over seeds if there are two."""
+    if not numbers:
+        return "–"
+    half = half_width_over_seeds(numbers)
+    mean = format(fmean(numbers), form)
+    if half is None:
+        return mean
+    return f"{mean} ± {format(half, form.lstrip('+'))}"
+
+
+def side(differences: Sequence[float]) -> int:
+    """Return 1 if the 95% interval of the mean lies above 0, −1 if it lies below, else 0; 0 for fewer than two
+    numbers."""
+    half = half_width_over_seeds(differences)
+    if half is None or abs(fmean(differences)) <= half:
+        return 0
+    return int(math.copysign(1, fmean(differences)))
+
+
 def table(found: Found) -> str:
     """Make the Markdown table of an experiment's records: a row for each arm, a column for each number in a record's
     ``after``, formatted by `spread`.
