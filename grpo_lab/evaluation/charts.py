@@ -114,10 +114,11 @@ def draw(
     x = _scale(first, last, LEFT + 6, edge - 6)
     y_at, y = _axis(lines, from_zero or share, share)
     right_at, right_y = _axis(right, True, False) if right else ([], y)
-    over = x_unit.removeprefix("optimizer ")
+    x_name = x_unit.removeprefix("optimizer ")
+    on_axes = [*((line, y, show) for line in lines), *((line, right_y, _plain) for line in right)]
     drawn = [
-        _draw_line(line, style, x, *((y, show) if place < len(lines) else (right_y, _plain)), over)
-        for place, (line, style) in enumerate(zip(every, cycle(STYLES), strict=False))
+        _draw_line(line, style, x, axis, write, x_name)
+        for (line, axis, write), style in zip(on_axes, cycle(STYLES), strict=False)
     ]
     return SimpleNamespace(
         unit=unit,
@@ -162,7 +163,7 @@ def _draw_line(
     x: Callable[[float], float],
     y: Callable[[float], float],
     show: Callable[[float], str],
-    over: str,
+    x_name: str,
 ) -> SimpleNamespace:
     """Convert a line to pixels: SVG paths of the logged values (``raw``; empty if they are not smoothed) and of their
     moving average (``smooth``), labelled dots, error bars, and the first and last value of the average as text.
@@ -171,7 +172,7 @@ def _draw_line(
         style: colour and dash.
         x, y: functions from a value to its pixel.
         show: function from a value to its text.
-        over: what the label of a dot calls x.
+        x_name: what the label of a dot calls x.
     """
     smoothed = smooth(line.points)
     lone = len(line.points) < SMOOTH_FROM or line.markers
@@ -181,7 +182,7 @@ def _draw_line(
         dash=style[1],
         raw=_path(envelope(line.points), x, y) if smoothing_window(len(line.points)) > 1 else "",
         smooth=_path(thinned(smoothed), x, y),
-        dots=[(x(a), y(b), f"{over} {_plain(a)}: {show(b)}") for a, b in line.points] if lone else [],
+        dots=[(x(a), y(b), f"{x_name} {_plain(a)}: {show(b)}") for a, b in line.points] if lone else [],
         bars=[(x(a), y(lo), y(hi)) for (a, _), (lo, hi) in zip(line.points, line.errors, strict=bool(line.errors))],
         first=show(smoothed[0][1]),
         last=show(smoothed[-1][1]),

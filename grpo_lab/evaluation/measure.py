@@ -222,7 +222,7 @@ def _written(
     except GenerationStopped as stop:
         return stop.completions, True
     counts = sorted({len(group) for group in written})
-    if len(written) != len(ids) or counts != [n] * bool(ids):
+    if len(written) != len(ids) or any(count != n for count in counts):
         raise ValueError(
             f"generate returned {len(written)} lists of {counts} completions; {len(ids)} lists of {n} are needed"
         )

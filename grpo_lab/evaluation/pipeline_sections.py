@@ -103,7 +103,7 @@ def status(folder: Path, console: Console | None = None, stages: Sequence[Pipeli
 
 
 def open_questions(stages: Sequence[PipelineStage]) -> list[str]:
-    """Return a line for each stage that has failed, or that has to be repeated, with the reason."""
+    """Return a line for each stage that has failed, has to be repeated, or was edited, with the reason."""
     found = []
     for one in stages:
         if one.error:
@@ -139,10 +139,14 @@ def pipeline_sections(runs: Sequence[RunRecord]) -> list[Section]:
     runs = [run for run in runs if run.stages]
     if not runs:
         return []
-    several = len(runs) > 1
+    whose = ""
+    of_runs = ""
+    if len(runs) > 1:
+        whose = f"Those of {runs[0].name}."
+        of_runs = _OF_RUNS
     return [
-        Section("Stages", f"Those of {runs[0].name}." * several, drawing=drawing(runs[0].stages)),
-        Section("Results and cost of the stages", _OF_RUNS * several, table=stages_table(runs)),
+        Section("Stages", whose, drawing=drawing(runs[0].stages)),
+        Section("Results and cost of the stages", of_runs, table=stages_table(runs)),
         Section("Stage × task", "How right the model is that a stage left, on each task.", table=matrix_table(runs)),
         curves_section(runs),
     ]
@@ -157,10 +161,9 @@ def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
     lanes: dict[str, float] = {}
     arrows = []
     top = 1.0
-    for one in stages:
-        whole = [", ".join(word.replace(" ", "\u00a0") for word in words) for words in _words(one)]
-        lines = [line.replace("\u00a0", " ") for words in whole for line in wrap(words, CHARACTERS)]
-        for other in one.before:
+    for stage in stages:
+        lines = _lines_in(stage)
+        for other in stage.before:
             if other == list(boxes)[-1]:
                 arrows.append((f"M20 {top - DROP:g}v{DROP - 7:g}", f"M16 {top - 7:g}h8l-4 7z"))
             else:
@@ -169,17 +172,26 @@ def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
                 path = f"M{WIDTH + 1:g} {boxes[other].bottom - 12:g}H{x:g}V{y:g}H{WIDTH + 7:g}"
                 arrows.append((path, f"M{WIDTH + 8:g} {y - 4:g}v8l-7 -4z"))
         height = 28 + LINE * len(lines)
-        shape = {
-            "y": top,
-            "height": height,
-            "bottom": top + height,
-            "state": re.sub(r"\W+", "-", one.status),
-            "lines": lines,
-        }
-        boxes[one.name] = SimpleNamespace(name=one.name[: CHARACTERS - 4], **shape)
+        boxes[stage.name] = SimpleNamespace(
+            name=stage.name[: CHARACTERS - 4],
+            y=top,
+            height=height,
+            bottom=top + height,
+            state=re.sub(r"\W+", "-", stage.status),
+            lines=lines,
+        )
         top += height + DROP
     size = {"width": max([WIDTH, *lanes.values()]) + 4, "height": top - DROP + 2}
     return SimpleNamespace(**size, box=WIDTH, boxes=list(boxes.values()), arrows=arrows)
+
+
+def _lines_in(stage: PipelineStage) -> list[str]:
+    """Return the lines of a stage's box, broken between facts and not inside one."""
+    lines = []
+    for words in _words(stage):
+        unbroken = ", ".join(word.replace(" ", "\u00a0") for word in words)
+        lines += [line.replace("\u00a0", " ") for line in wrap(unbroken, CHARACTERS)]
+    return lines
 
 
 def _words(stage: PipelineStage) -> list[list[str]]:
@@ -197,7 +209,7 @@ def numbers_of(stage: PipelineStage) -> dict[str, float]:
     """Return the numeric facts of a stage, its seconds among them; of an interval the value."""
     found = {name: one.get("value") if isinstance(one, Mapping) else one for name, one in stage.results.items()}
     found["seconds"] = stage.seconds or None
-    found.setdefault(OUT_OF, found.get("traces"))
+    found.setdefault(OUT_OF, found.get("traces"))  # the name of this fact in stages that filter traces
     return {name: float(one) for name, one in found.items() if is_number(one)}
 
 

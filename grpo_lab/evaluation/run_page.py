@@ -129,17 +129,24 @@ def run_page(record: RunRecord) -> Page:
     if not record.metrics:
         if not record.during:
             figures = []
-        missing = ["Curves (metrics.jsonl)"] * trained + [EVALUATIONS] * (not (record.before or record.after))
+        missing = []
+        if trained:
+            missing.append("Curves (metrics.jsonl)")
+        if not (record.before or record.after):
+            missing.append(EVALUATIONS)
     if record.kind != EVALUATION and bool(record.before) != bool(record.after):
         side = "after" if record.before else "before"
         missing.append(f"Evaluation {side} (evaluation/{side})")
     weights = weight_figures(record)
     points = [one.line for one in changes(windows(record), facts_of(record))][-5:]
+    cards = accuracy_cards(record)
+    if not trained:
+        cards += _length_card(record)
     return Page(
         kind="training report" if trained else f"{record.kind} report",
         title=title_of(record),
         about=about(settings, "model", "data", "template", "method", "objective", "trained", "rows", "seconds"),
-        cards=[*accuracy_cards(record), *_length_card(record)] if not trained else accuracy_cards(record),
+        cards=cards,
         notices=notices_of(record),
         sections=[
             Section("Is it working?", points=points, foot=_WORKING),

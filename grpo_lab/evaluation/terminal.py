@@ -91,15 +91,25 @@ def terminal_summary(
 def headline(before: EvaluationResult | None, after: EvaluationResult) -> str:
     """Return the line `held-out accuracy: before 0.314 after 0.726 (n=512)`; n counts the scorable problems of
     ``after``."""
-    old, new = (one.accuracy if one else None for one in (before, after))
-    said, was = (f"{one.value:.3f}" if one else "nan" for one in (new, old))
-    return f"held-out accuracy: {said if before is None else f'before {was} after {said}'} (n={new.n if new else 0})"
+    n = after.accuracy.n if after.accuracy else 0
+    said = _three_digits(after.accuracy)
+    if before is not None:
+        said = f"before {_three_digits(before.accuracy)} after {said}"
+    return f"held-out accuracy: {said} (n={n})"
+
+
+def _three_digits(accuracy: Interval | None) -> str:
+    if accuracy is None:
+        return "nan"
+    return f"{accuracy.value:.3f}"
 
 
 def lengths(before: EvaluationResult | None, after: EvaluationResult) -> str:
     """Return the line `held-out length: before 5.9 after 27.3 tokens`, means over the greedy completions."""
-    new = _written(after.mean_length)
-    return f"held-out length: {new if before is None else f'before {_written(before.mean_length)} after {new}'} tokens"
+    said = _written(after.mean_length)
+    if before is not None:
+        said = f"before {_written(before.mean_length)} after {said}"
+    return f"held-out length: {said} tokens"
 
 
 def _table(before: EvaluationResult | None, after: EvaluationResult, title: str) -> Table:
