@@ -64,11 +64,11 @@ class Blocks:
         self._exchange()
 
     def left(self, kind: Kind, n: int, progress: bool) -> Iterator[tuple[str, int, list[Any]]]:
-        """Yield the blocks of a pass that this rank has to make: name, number of the first problem in the block's
-        order, problems.
+        """Yield the blocks of a pass that this rank has to make: name, first, problems.
 
-        The longest prompts come first, so that a batch that is too large fails at once and not after an hour. An empty
-        call (``in_step``) has no name and no problems.
+        The longest prompts come first, so that a batch that is too large fails at once and not after an hour. ``first``
+        is the place of the block's first problem in this order; the block's seed follows from it. An empty call
+        (``in_step``) has no name and no problems.
 
         Args:
             kind: the pass.
@@ -105,7 +105,7 @@ class Blocks:
         return sorted(every, key=lambda one: (one.problem, one.sample))
 
     def _exchange(self) -> None:
-        """Give all ranks the blocks of each."""
+        """Give every rank the blocks of all ranks."""
         if self.ranks > 1:
             from accelerate.utils import gather_object
 

@@ -91,8 +91,8 @@ class Arms:
     def with_changes(self, options: Options, changes: Mapping[str, Any]) -> Recipe:
         """Read the lab's recipe with ``changes``, and with those that ``--set`` asks for in every arm.
 
-        An arm that begins from the lab's start leaves out what ``--set`` changes of ``model``: its start was made with
-        that.
+        For a start that is trained further from the lab's start (``model: start``), what ``--set`` changes of ``model``
+        is left out: the lab's start was made with that.
         """
         asked = changes_asked(options)
         if changes.get("model") == {"path": str(self.starts(options).lab)}:
@@ -103,7 +103,7 @@ class Arms:
         """Return the models that the arms begin from."""
         given = str(options.start or self.said.start or "")
         if given == str(options.folder / "cold_start"):
-            given = ""  # `make_ready` has set it, to the lab's own start
+            given = ""  # `make_ready` has set it to the lab's own start
         own = dict[str, Changes]()
         for arm, (of_arm, of_condition) in self.said.cells.items():
             if isinstance(of_arm, str):  # a function may not change the start, which is made before it is called
@@ -126,10 +126,10 @@ class Arms:
             load_named(self.said.prepare, "prepare")(options)
 
     def settings(self, arm: str, seed: int, options: Options) -> Mapping[str, Any] | None:
-        """Return the settings that a cell's numbers depend on: its recipe, without what changes no number.
+        """Return the settings that a cell's numbers depend on: its recipe, without settings that change no number.
 
-        None if the arm is made by a function that needs what ``prepare`` has still to make. Should that be an error,
-        the cell reports it.
+        None if the arm is made by a function that fails now, since it may need what ``prepare`` has still to make. If
+        it is a mistake, the cell reports it.
         """
         starts = self.starts(options)
         starts.check_given()
