@@ -214,24 +214,43 @@ def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) ->
     gain = None
     if before is not None:
         gain = paired_gain(before, after)
-    rows = [("greedy accuracy", _limits(before.accuracy if before else None), _limits(after.accuracy), points(gain))]
+    old_accuracy = before.accuracy if before else None
+    accuracy = ("greedy accuracy", _limits(old_accuracy), _limits(after.accuracy), points(gain))
+    return [accuracy, *_share_rows(before, after), *_number_rows(before, after)]
+
+
+def _share_rows(before: EvaluationResult | None, after: EvaluationResult) -> list[tuple[str, str, str, str]]:
+    """Make the rows of accuracy by group and of the samples; their changes have no interval."""
     old_shares = {}
     if before:
         old_shares = dict(_other_shares(before))
+    rows = []
     for name, share in _other_shares(after):
         old = old_shares.get(name)
         change = _change(old.value if old else None, share.value if share else None, 100)
         rows.append((name, _limits(old), _limits(share), change))
-    old_numbers, numbers = ({} if one is None else one.numbers for one in (before, after))
-    for name, where in _NUMBERS.items():
-        was = old_numbers.get(where)
-        now = numbers[where]
-        how, scale = ("{:.1%}", 100) if where.endswith("share") else ("{:.1f}", 1)
-        if where != "mean_thinking" or (was, now) != (None, None):  # only of a model that thinks
-            rows.append((name, _written(was, how), _written(now, how), _change(was, now, scale)))
+    return rows
+
+
+def _number_rows(before: EvaluationResult | None, after: EvaluationResult) -> list[tuple[str, str, str, str]]:
+    """Make the rows of the greedy completions' lengths and shares, and of the measures."""
+    old_numbers: dict[str, Any] = {}
+    if before is not None:
+        old_numbers = before.numbers
+    numbers = after.numbers
+    rows = []
+    for name, key in _NUMBERS.items():
+        was = old_numbers.get(key)
+        now = numbers[key]
+        if key == "mean_thinking" and was is None and now is None:
+            continue  # the model does not think
+        if key.endswith("share"):
+            rows.append((name, _written(was, "{:.1%}"), _written(now, "{:.1%}"), _change(was, now, 100)))
+        else:
+            rows.append((name, _written(was), _written(now), _change(was, now, 1)))
     for name, now in numbers["measures"].items():
         was = old_numbers.get("measures", {}).get(name)
-        rows.append((name, *(_written(one, "{:.3f}") for one in (was, now)), _change(was, now, 1, "{:+.3f}")))
+        rows.append((name, _written(was, "{:.3f}"), _written(now, "{:.3f}"), _change(was, now, 1, "{:+.3f}")))
     return rows
 
 

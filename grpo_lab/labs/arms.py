@@ -292,7 +292,10 @@ class Arms:
         shown: dict[str, dict[str, Any]] = {}
         for title, by_arm in panels.items():
             for arm, curves in by_arm.items():
-                panel, _, line = arm.partition(", ") if self.said.panels else ("", "", arm)
+                panel = ""
+                line = arm
+                if self.said.panels:
+                    panel, _, line = arm.partition(", ")
                 shown.setdefault(", ".join(filter(None, (panel, title))), {})[line] = curves
         if shown:
             draw(shown, options.folder / "curves.png", "generated tokens")
