@@ -7,7 +7,7 @@ pipelines and rounds are made here; that of a curation is in `curation_page.py`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -232,8 +232,8 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
     there is one."""
     before = record.before
     after = record.after
-    now = after or before
-    if now is None:
+    latest = after or before
+    if latest is None:
         return []
     samples, counts, comparable = choose_samples(before, after)
     both = before is not None and after is not None
@@ -243,21 +243,20 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
         lead = ""
     else:
         lead = _OTHER_PROBLEMS
-    sampling = describe_sampling(now)
-    beside = ""
+    foot = _HOW_MEASURED
+    if sampling := describe_sampling(latest):
+        foot += f" Samples: {sampling}."
+    foot += " – : not recorded."
     if both and record.kind == TRAINING:
-        beside = f" {_CONTROL}"
-    foot = f"{_HOW_MEASURED}{f' Samples: {sampling}.' if sampling else ''} – : not recorded.{beside}"
+        foot += f" {_CONTROL}"
+    rows: Sequence[Sequence[str]]
     if both:
         names = ["before", "after", "change, points or tokens"]
+        rows = comparison_rows(before, latest)
     else:
         names = ["result" if after else "before"]
-    rows = comparison_rows(before if both else None, now)
-    table = Table(
-        [f"{now.n_problems:,} held-out problems", *names],
-        [(name, *cells) if both else (name, cells[1]) for name, *cells in rows],
-        stacked=False,
-    )
+        rows = [(name, value) for name, _, value, _ in comparison_rows(None, latest)]
+    table = Table([f"{latest.n_problems:,} held-out problems", *names], rows, stacked=False)
     if record.kind == EVALUATION:
         where = "."
     else:
