@@ -95,8 +95,8 @@ def sweep_sections(found: Sequence[Measured]) -> list[Section]:
 
 
 def budget_figure(found: Sequence[Measured]) -> list[Figure]:
-    """Draw accuracy over the thinking budget, a line for each model, template and mode. A result without a budget is
-    drawn at the longest thinking that it has. Empty if no line has two points."""
+    """Draw accuracy over the thinking budget, a line for each model, template and mode. Results with thinking off are
+    left out; one without a budget is drawn at the longest thinking that it has. Empty if no line has two points."""
     lines: dict[str, list[tuple[int, Interval]]] = {}
     for one in found:
         said = one.result.settings

@@ -34,8 +34,8 @@ def run(known: argparse.Namespace) -> None:
 
 
 def _refuse_unused(known: argparse.Namespace, lab: Experiment) -> None:
-    """Raise ValueError for an option that this lab does not read. ``lab`` is a module; only a ``lab.yaml`` reads
-    ``--recipe`` and ``--start``, and a lab that trains nothing does not read ``--set`` either."""
+    """Raise ValueError for an option that a lab of a module does not read. None of them reads ``--recipe`` and
+    ``--start``; one that trains nothing does not read ``--set`` either."""
     why = "has a recipe of its own"
     given = {"--recipe": known.recipe, "--start": known.start}
     if lab.in_process:

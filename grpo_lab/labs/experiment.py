@@ -310,8 +310,8 @@ def _run_cell(experiment: Experiment, cell: LabCell, options: Options) -> None:
 def program() -> list[str]:
     """Return the words that start this program again: a script's path, or ``-m`` and a module.
 
-    A package's ``__main__.py`` is not started by its path: as a script it would import the package's modules by their
-    bare names.
+    A package's ``__main__.py`` is not started by its path: the package's folder would then be on ``sys.path``, and its
+    modules would be found in place of others of the same name.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
