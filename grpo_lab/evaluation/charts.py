@@ -170,7 +170,8 @@ def _draw_line(
 
     Args:
         style: colour and dash.
-        x, y: functions from a value to its pixel.
+        x: function from a value to its pixel on the x axis.
+        y: function from a value to its pixel on the y axis.
         show: function from a value to its text.
         x_name: what the label of a dot calls x.
     """

@@ -1,8 +1,8 @@
 """`evaluate`: rows → prompts → completions → scores → `EvaluationResult`, in blocks of prompts that ranks share.
 
 `evaluate` checks its arguments, renders the prompts (`_rendered`) and leaves out those without room for an answer
-(`_fitting`). For each pass, greedy and then sampled, it takes this rank's next block (`Blocks`), generates its
-completions (`_written`), scores them (`_grade`) and has them saved before the next block.
+(`_fitting`). For each pass, greedy and then sampled, `_in_passes` takes this rank's next block (`Blocks`), generates
+its completions (`_written`), scores them (`_grade`) and has them saved before the next block.
 
 The answers of a block depend on its prompts and its seed, not on the rank or on earlier blocks. So the result is the
 same on any number of ranks, and after a kill.
@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -95,39 +96,26 @@ def evaluate(
     blocks: Blocks | None = None,
     said: Mapping[str, Any] = MappingProxyType({}),
 ) -> EvaluationResult:
-    """Measure the accuracy of ``model`` on ``rows``: of one greedy answer a problem, and of ``n_samples`` samples if
-    there are any.
+    """Measure the accuracy of ``model`` on ``rows``: of one greedy answer a problem, and of samples if there are any.
 
-    Samples follow from ``seed`` and ``batch_size``, not from torch's random state. Exceptions of ``generate`` and
-    ``reward`` are not caught.
+    Samples follow from ``seed`` and ``batch_size``, not from torch's random state. Raises ValueError if an argument or
+    a row is not allowed or no prompt leaves room for a completion, EvaluationStopped if Ctrl-C comes while answers are
+    made, and what ``generate`` and ``reward`` raise.
 
     Args:
-        model: the model, not wrapped for distributed training; None if ``generate`` makes the completions.
-        tokenizer: its tokenizer, with a chat template if prompts are messages.
-        rows: mappings with a column `prompt` (a string or a list of messages); every other column goes to the rewards.
-        reward: `(prompts=…, completions=…, **columns) -> list[float | None]`; a score of 1.0 or more is correct, and
-            None unscorable.
-        max_new_tokens: tokens of a completion. A prompt that leaves no room for them in the model's context is left
-            out, and counted in the settings of the result.
-        batch_size: completions that the model generates at once; for a given ``generate`` only a setting of the result.
-        n_samples: samples of each problem; 0: only greedy answers.
-        temperature: of the samples.
-        seed: seed of the samples.
-        progress: show a progress bar.
-        generate: makes the completions in place of ``model``, with the same tokenizer.
-        answer: reads from a completion's text the answer that votes in maj@k. None: it is read as ``reward`` reads it
-            if that is an `AccuracyReward`; else there is no vote.
-        chat_template_kwargs: arguments of the chat template.
-        measures: name → a further reward (`format`, `language`). Its mean score is reported, and decides nothing.
-        by: a column of the rows (`steps`, `level`); accuracy is also reported for each of its values.
-        context: with ``generate``, tokens of prompt and completion that it takes; None: no limit is known.
-        blocks: saves finished blocks and shares them among ranks, each of which then calls this and gets the whole
-            result. None: all prompts are one block.
+        model: not wrapped for distributed training; None if ``generate`` makes the completions.
+        rows: mappings with a column `prompt` (a string or messages); every other column goes to the rewards.
+        reward: `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable.
+        max_new_tokens: largest length. A prompt without room for it is left out, and counted in the settings.
+        batch_size: completions that the model generates at once.
+        n_samples: samples of each problem, by ``temperature`` and ``seed``; 0: only greedy answers.
+        generate: makes the completions in place of ``model``, within ``context`` tokens (None: no limit is known).
+        answer: reads the answer that votes in maj@k from a text; None: as an `AccuracyReward` reads it, else no vote.
+        measures: name → a further reward, whose mean score is reported and decides nothing (`format`, `language`).
+        by: a column of the rows (`steps`, `level`) for whose values accuracy is also reported.
+        blocks: saves finished blocks and shares them among ranks, each of which calls this and gets the whole result;
+            None: all prompts are one block.
         said: settings that the result reports beside these.
-
-    Raises:
-        ValueError: an argument or a row is not allowed, or no prompt has room for a completion.
-        EvaluationStopped: Ctrl-C came while answers were made.
     """
     started = time.perf_counter()
     problems = [dict(row) for row in rows]
@@ -140,19 +128,35 @@ def evaluate(
     read_answer = answer_reader(reward) if answer is None else answer
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked), **_by(by)}
     blocks = blocks or Blocks()
-    outcomes = list[Outcome]()
     blocks.begin(settings, asked)
-    for kind, n, pass_temperature in _passes(n_samples, temperature):
+    write = partial(_written, generate, max_new_tokens=max_new_tokens)
+    grade = partial(_grade, tokenizer=tokenizer, rewards=rewards, read_answer=read_answer, by=by)
+    return _in_passes(blocks, _passes(n_samples, temperature), write, grade, settings, progress, started)
+
+
+def _in_passes(
+    blocks: Blocks,
+    passes: Sequence[tuple[Kind, int, float]],
+    write: Callable[..., tuple[Sequence[Sequence[Completion | None]], bool]],
+    grade: Callable[..., list[Outcome]],
+    settings: Mapping[str, Any],
+    progress: bool,
+    started: float,
+) -> EvaluationResult:
+    """Make every block of each pass: ``write`` its completions, ``grade`` them, keep the outcomes. Raises
+    EvaluationStopped, with the answers until then, if Ctrl-C comes meanwhile. ``started``: the clock at the
+    beginning."""
+    outcomes = list[Outcome]()
+    for kind, n, temperature in passes:
         try:
             for name, first, block in blocks.left(kind, n, progress):
-                written, stopped = _written(generate, block, n, pass_temperature, max_new_tokens, seed + first * n)
-                graded = _grade(kind, block, written, tokenizer, rewards, read_answer, by)
-                blocks.keep(name, graded, whole=not stopped)
+                written, stopped = write(block, n, temperature, seed=settings["seed"] + first * n)
+                blocks.keep(name, grade(kind, block, written), whole=not stopped)
                 if stopped:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
             outcomes += blocks.outcomes(kind, of_all=False)  # other ranks may have ended: they are not waited for
-            raise _stopped(outcomes, kind, len(asked) * n, settings, time.perf_counter() - started) from None
+            raise _stopped(outcomes, kind, len(blocks.asked) * n, settings, time.perf_counter() - started) from None
         outcomes += blocks.outcomes(kind)
     return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
 

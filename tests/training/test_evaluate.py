@@ -347,11 +347,11 @@ def test_a_killed_evaluation_goes_on_with_its_blocks(
     assert not list((tmp_path / "whole").glob("answers.*"))
     grade, graded, target = measure._grade, [], tmp_path / "killed"
 
-    def killed(kind: Any, *rest: Any) -> Any:
+    def killed(kind: Any, *rest: Any, **named: Any) -> Any:
         if len(graded) == 3:
             raise RuntimeError("killed")
         graded.append(kind)
-        return grade(kind, *rest)
+        return grade(kind, *rest, **named)
 
     monkeypatch.setattr(measure, "_grade", killed)
     with pytest.raises(RuntimeError, match="killed"):
