@@ -24,8 +24,15 @@ _AT_LEAST = {
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of one program. ``assertions``: ``tests`` is Python text. ``calls``: ``[[arguments, expected], …]`` of the
-    function ``entry_point``. ``pairs``: ``[[input, output], …]`` of a script, as texts."""
+    """Tests of one program.
+
+    Attributes:
+        kind: what ``tests`` is. ``assertions``: Python text with ``assert``. ``calls``: a list of ``[arguments,
+            expected]``, or with several accepted values ``[arguments, expected, expected, …]``. ``pairs``: a list of
+            ``[input, output]`` of a script, as texts.
+        tests: the tests, in the form of that kind.
+        entry_point: name of the function to test, or ``Class().method``; needed for ``calls``.
+    """
 
     kind: Literal["assertions", "calls", "pairs"]
     tests: Any
@@ -34,9 +41,15 @@ class Tests:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of one program: ``passed`` tests of ``total``. ``end`` is ``limit`` if time or memory ran out,
-    ``unusable`` if the tests cannot be used. It is ``unjudged`` if the process was killed from outside twice, or its
-    batch had no time left."""
+    """Result of one program.
+
+    Attributes:
+        passed: number of tests that it passed.
+        total: number of tests.
+        end: how the trial ended. ``limit``: time or memory ran out. ``unusable``: the tests are no valid tests.
+            ``unjudged``: the process was killed from outside twice, or its batch had no time left.
+        why: the reason for such an end, where one is known.
+    """
 
     passed: int
     total: int
@@ -45,6 +58,7 @@ class Trial:
 
     @property
     def scorable(self) -> bool:
+        """Return whether the counts say something about the program."""
         return self.end not in ("unusable", "unjudged")
 
     @property
@@ -53,9 +67,21 @@ class Trial:
 
 
 class CodeJudge:
-    """Runs programs behind isolation layers (``walls.WALLS``): all that this machine has, or the named ones. The first
-    use raises ``ValueError`` if a named layer is missing, if there are too few, or if root runs programs that could
-    reach its files."""
+    """Judges programs in worker processes, behind isolation layers (``walls.WALLS``).
+
+    Args:
+        cpu_seconds: processor seconds of one run of the program. Each of ``pairs`` is a run; all other tests of a
+            program share one.
+        wall_seconds: seconds on the clock for all tests of a program.
+        memory_bytes: address space of the program.
+        batch_seconds: ``workers.Limits.batch_seconds``.
+        workers: number of worker processes; None: this rank's share of the machine's cores.
+        walls: names of the layers; None: all that this machine has.
+
+    Raises:
+        ValueError: at the first use of ``walls``, if this machine lacks a named layer, if it has too few, or if root
+            runs programs that could reach its files.
+    """
 
     def __init__(
         self,
@@ -79,12 +105,13 @@ class CodeJudge:
 
     @cached_property
     def missing(self) -> dict[str, str]:
-        """Isolation layer (wall) → why this machine lacks it; empty if it does not. A worker tries every one, once."""
+        """Return wall → why this machine lacks it, "" if it has it. A worker tries each wall once."""
         return _missing_here(self._wanted is None or "namespaces" in self._wanted)
 
     @property
     def walls(self) -> list[str]:
-        """Names of the walls in use: those asked for, else all that this machine has."""
+        """Return the names of the walls in use: those asked for, else all that this machine has. Raises ``ValueError``
+        if these are too few."""
         given = [name for name, why in self.missing.items() if not why]
         if self._wanted is not None:
             lacking = {name: self.missing.get(name, "unknown") for name in self._wanted if name not in given}
@@ -125,9 +152,11 @@ class CodeJudge:
         return [self._trial(one) for one in self.pool.run(jobs)]
 
     def _trial(self, found: JobOutcome) -> Trial:
+        """Convert the pool's outcome of a job. Where the worker crashed or ran out of time, ``end`` is ``limit``."""
         if found.status == "ok":
             return Trial(**found.value)
-        kept_apart = {"namespaces", "seccomp"} & set(self.walls)  # else the program may have killed its worker itself
+        # Behind neither of these the program may have killed its worker itself.
+        kept_apart = {"namespaces", "seccomp"} & set(self.walls)
         return Trial(0, 0, "unjudged" if found.status == "unjudged" and kept_apart else "limit", found.reason)
 
     def close(self) -> None:
@@ -141,7 +170,8 @@ def _is_root() -> bool:
 
 @lru_cache(maxsize=2)
 def _missing_here(view: bool) -> dict[str, str]:
-    """Try the walls for ``CodeJudge.missing`` in a worker of its own; ``view``: see ``judge._missing``."""
+    """Return wall → why this machine lacks it, found by a worker that is started for it. ``view``: the argument
+    ``view_too`` of ``judge._missing``."""
     if sys.platform != "linux":
         raise RuntimeError(f"model-written programs are run behind the Linux kernel's walls; this is {sys.platform}")
     limits = Limits(cpu_seconds=60.0, wall_seconds=180.0, memory_bytes=1 << 31)

@@ -50,7 +50,7 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 @dataclass(frozen=True)
 class AtLimit:
-    """A handler's answer for a job that it ended at a limit of its own: the job's value, and its cost in seconds."""
+    """Return value of a handler that ended a job at a limit of its own: the job's value, and its cost in seconds."""
 
     value: Any
     seconds: float
@@ -66,12 +66,13 @@ class KilledFromOutside(Exception):
 
 
 def peak_bytes(usage: resource.struct_rusage) -> int:
-    """Return the most memory that a process held, in bytes."""
+    """Return the largest resident memory of a process, in bytes."""
     return usage.ru_maxrss * _MAXRSS_UNIT
 
 
 def took_much(peak: int, memory_bytes: int) -> bool:
-    """Return whether a process held so much of its limit that it caused the lack of memory itself."""
+    """Return whether a process held so much of its limit (more than half, and 128 MiB) that a lack of memory is its own
+    doing."""
     return peak > max(memory_bytes // 2, 1 << 27)
 
 
@@ -88,7 +89,8 @@ def take_frame(buffer: bytearray) -> Any | None:
 
 
 def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
-    """Return the reply to one job, and whether the process can go on; after exhausted memory it cannot."""
+    """Call the handler. Return the reply to the job, and whether the process may take another one: not after memory ran
+    out."""
     try:
         value = handler(payload)
         if isinstance(value, AtLimit):
@@ -105,7 +107,14 @@ def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
 
 
 def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: float, self_destruct_s: float) -> None:
-    """Run a worker: lower its limits, report that it is ready, and answer jobs until the socket closes."""
+    """Run a worker: lower its limits, report that it is ready, and answer jobs until the socket closes.
+
+    Args:
+        channel: the socket to the trainer.
+        memory_bytes: address space of this process.
+        cpu_s: processor seconds of a job with its full share.
+        self_destruct_s: seconds on the clock after which a job ends this process even if no trainer is left to do it.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -120,8 +129,7 @@ def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: f
                 return  # the trainer is gone
             buffer += chunk
             continue
-        # By the first timer the kernel ends this process when the job has used up its processor time, even within C
-        # code. The second timer ends it if the trainer is killed meanwhile and nobody is left to do so.
+        # The kernel ends this process when either timer runs out, even within C code.
         signal.setitimer(signal.ITIMER_PROF, cpu_s * message["share"])
         signal.setitimer(signal.ITIMER_REAL, self_destruct_s)
         reply, healthy = _answer(handler, message["job"])
@@ -132,7 +140,14 @@ def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: f
 
 
 class ForkServer:
-    """Forks workers on request, reports how they ended, kills them. ``limits``: last three arguments of ``main``."""
+    """Forks workers on request, reports how they ended, kills them.
+
+    Args:
+        control: socket to the trainer.
+        handler: function that the workers run; None if it could not be imported.
+        bug: traceback of that import; each worker that is asked for answers with it.
+        limits: ``memory_bytes``, ``cpu_s`` and ``self_destruct_s`` of a worker (``_serve``).
+    """
 
     def __init__(
         self, control: socket.socket, handler: Handler | None, bug: str, limits: tuple[int, float, float]
@@ -150,11 +165,13 @@ class ForkServer:
         self._wakes.setblocking(False)
 
     def run(self, trainer: int) -> None:
+        """Serve until the control socket closes or the process ``trainer`` is no longer the parent; then kill all
+        workers."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         try:
             while os.getppid() == trainer:
-                readable, _, _ = select.select([self._control, self._woken], [], [], 0.5)  # 0.5 s: checks its parent
+                readable, _, _ = select.select([self._control, self._woken], [], [], 0.5)
                 if self._woken in readable:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(1 << 12)
@@ -188,6 +205,7 @@ class ForkServer:
         return bool(chunk)
 
     def _fork(self, number: int, channel: socket.socket) -> None:
+        """Fork worker ``number``, which talks over ``channel``. Without a handler answer there with the bug instead."""
         if self._handler is None:
             with contextlib.suppress(OSError), channel:
                 channel.sendall(frame({"bug": self._bug}))
@@ -211,7 +229,7 @@ class ForkServer:
         self._workers[number] = (pid, channel)
 
     def _kill(self, number: int) -> None:
-        """Kill a worker. Does nothing if it has been reaped: its pid may be another process's by now."""
+        """Kill a worker and its process group. Do nothing if it has been reaped: its pid may be another process's."""
         if number in self._workers:
             pid, channel = self._workers.pop(number)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -222,8 +240,17 @@ class ForkServer:
 
 
 def main(fd: int, trainer: int, handler_name: str, memory_bytes: int, cpu_s: float, self_destruct_s: float) -> None:
-    """Entry point: import the handler, then fork workers on request until the trainer has ended. With a name
-    ``module:function:argument``, ``function(argument)`` returns the handler."""
+    """Entry point of the process: import the handler, then fork workers on request until the trainer has ended.
+
+    Args:
+        fd: descriptor of the control socket.
+        trainer: pid of the trainer.
+        handler_name: ``module:function``, or ``module:function:argument``, where ``function(argument)`` returns the
+            handler.
+        memory_bytes: address space of a worker.
+        cpu_s: processor seconds of a job.
+        self_destruct_s: seconds on the clock after which a job ends its worker even without a trainer.
+    """
     for deadly in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(deadly, signal.SIG_DFL)
     control = socket.socket(fileno=fd)

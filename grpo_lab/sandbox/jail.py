@@ -2,9 +2,9 @@
 
     worker ── watcher ── jailed process (first of its namespaces) ── what it starts
 
-A jailed process is isolated by the layers in ``walls``. Its watcher is a fork of the worker that only waits. It ends
-when the worker does, and takes the jailed process along. It adopts orphaned processes, so it also finds children in
-sessions of their own.
+``spawn`` forks the watcher (``_watch``). The watcher forks the jailed process (``_inside``), which puts up the layers
+in ``walls`` and then runs its task. The watcher itself only waits. It ends when the worker does, and takes the jailed
+process along. It adopts orphaned processes, so it also finds children in sessions of their own.
 
 A program may leave a hundred thousand files, or folders nested deeper than a path can be long. So its folder is removed
 by descriptors, without recursion, for at most ``_PATIENCE_S``. A later jail removes what is left.
@@ -30,18 +30,26 @@ from grpo_lab.sandbox import kernel, walls
 from grpo_lab.sandbox.walls import Cell
 
 _CLEARING_S, _GRACE_S = 0.5, 0.7
+"""Seconds that a watcher takes to end all descendants, and that the worker gives it before it is killed."""
 _PREFIX = "grpo_lab_code_"
 _PATIENCE_S, _OLD_S = 0.2, 5.0
+"""Seconds that removing folders may take, and that an abandoned folder must be old: younger ones are about to be
+locked."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALIVE, _FAULT = 8, 9
-"""Descriptors of the jailed process until its task begins. The first shows that the watcher lives, the second takes an
-error of the walls."""
+"""Descriptors of the jailed process until its task begins: a pipe that becomes readable when the watcher ends, and a
+pipe that takes the text of an error in putting up the walls."""
 
 
 class Jailed:
-    """A running jail. ``status`` is None while it runs, then its exit status (−n if signal n ended it). ``usage`` is
-    what all its processes used; ``stopped`` is True if we ended it. ``fault`` says why a wall could not be put up; the
-    task then never began."""
+    """The worker's handle on one jail.
+
+    Attributes:
+        status: None while it runs, then its exit status (−n if signal n ended it).
+        usage: resources that all its processes used; None while it runs.
+        stopped: whether ``kill`` ended it.
+        fault: why a wall could not be put up, in which case the task never began; else empty.
+    """
 
     def __init__(self, watcher: int, fault: int) -> None:
         self._watcher = watcher
@@ -53,10 +61,11 @@ class Jailed:
         self.fault = ""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable once the process has ended."""
+        """Return a descriptor that becomes readable when the jail has ended, for ``select``."""
         return self._handle
 
     def poll(self) -> int | None:
+        """Return ``status``, after looking whether the jail has ended."""
         if self.status is None:
             pid, raw, usage = os.wait4(self._watcher, os.WNOHANG)
             if pid:
@@ -72,7 +81,7 @@ class Jailed:
         os.close(self._handle)
 
     def kill(self) -> None:
-        """End the process and all that it started; return once nothing of it is left."""
+        """End the jailed process and all that it started; return when nothing of it is left."""
         if self.poll() is not None:
             return
         self.stopped = True
@@ -85,15 +94,15 @@ class Jailed:
 
     @property
     def ended_by_itself(self) -> bool:
-        """True if neither SIGKILL nor the limit of its processor time ended it."""
+        """Return whether neither SIGKILL nor the limit of processor time ended it."""
         return self.status not in (-signal.SIGKILL, -signal.SIGXCPU)
 
     def killed_from_outside(self, cpu_seconds: float) -> bool:
-        """Return whether it was ended by a SIGKILL that came neither from us nor from the limit of its processor time.
+        """Return whether a SIGKILL ended it that came neither from ``kill`` nor from its limit of ``cpu_seconds``.
         Behind ``namespaces`` or ``seccomp`` no program can send it to itself.
 
-        At its limit a program gets SIGXCPU. One that survives SIGXCPU gets SIGKILL a second later. The second is wide
-        because the kernel holds a program to a count of clock ticks, which on a busy machine runs ahead of ``usage``.
+        At its limit a program gets SIGXCPU; if it survives that, SIGKILL a second later. A whole second, because the
+        kernel counts clock ticks against the limit, and on a busy machine these run ahead of ``usage``.
         """
         if self.status != -signal.SIGKILL or self.stopped or self.usage is None:
             return False
@@ -101,7 +110,14 @@ class Jailed:
 
 
 def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jailed:
-    """Run ``task`` in a jail. Its descriptors are ``keep`` (there → here), and ``/dev/null`` for the rest of 0 to 2."""
+    """Start ``task`` in a jail and return its handle at once.
+
+    Args:
+        task: function without arguments; it usually replaces the process by another program.
+        keep: descriptor in the jail → descriptor here. Of 0, 1 and 2, those not named are ``/dev/null``; no other
+            descriptor is open in the jail.
+        cell: the walls, the folder and the limits.
+    """
     fault, theirs = os.pipe()
     os.set_blocking(fault, False)
     watcher = os.fork()
@@ -112,7 +128,8 @@ def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jail
 
 
 def _last_resort(fault: int, function: Callable[..., int | None], *args: Any) -> NoReturn:
-    """Call ``function`` in a forked child and exit with its result, never returning into the parent's code."""
+    """Call ``function`` in a forked child and exit with its result (None is 0), never returning into the parent's code.
+    The text of an exception goes to the descriptor ``fault``, and the status is 1."""
     status = 1
     try:
         with contextlib.suppress(SystemExit):  # from the program, if its tests do not expect it
@@ -133,6 +150,8 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker: int) -> int:
+    """Be the watcher: fork the jailed process, wait for it or for SIGTERM, and end all descendants. Return the exit
+    status of the jailed process, or end by the signal that ended it. ``worker``: pid of the worker."""
     os.setsid()
     _close_all_but({0, 1, 2, *keep.values()})  # the trainer's socket, and the ends of other jails
     for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
@@ -167,9 +186,9 @@ def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker
 
 
 def _end_descendants(user: int | None) -> None:
-    """End all descendants. If the job has its own ``user``, first kill all processes of that user. Then stop the
-    remaining ones, so that they cannot multiply, and kill them. Orphans become our children (``adopt_orphans``), in
-    whatever session they are."""
+    """End all descendants of this watcher. If the job has a ``user`` of its own, first kill all processes of that user.
+    Then stop the remaining ones, so that they cannot multiply, and kill them. Orphans are found as well, in whatever
+    session they are, since they become children of the watcher (``adopt_orphans``)."""
 
     def end_user(user: int) -> None:
         walls.become(user)
@@ -200,6 +219,7 @@ def _signal(pids: set[int], number: int) -> None:
 
 
 def _below(pid: int) -> list[int]:
+    """Return the pids of all descendants of a process."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
             children = [int(word) for word in file.read().split()]
@@ -209,6 +229,8 @@ def _below(pid: int) -> list[int]:
 
 
 def _inside(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, job: int) -> None:
+    """Be the jailed process: set its descriptors, put up the walls, and run the task. ``job``: pid of the watcher, as
+    seen from outside of the jail."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     high = {there: os.dup2(here, 100 + there) for there, here in {0: null, 1: null, 2: null, **keep}.items()}
@@ -217,13 +239,14 @@ def _inside(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, job: 
     _close_all_but(set(high))
     walls.put_up(cell, job)
     if select.select([_ALIVE], [], [], 0)[0]:
-        return  # the watcher had ended before that
+        return  # the watcher ended before `put_up` tied this process to it
     os.close(_ALIVE)
     os.set_inheritable(_FAULT, False)  # closed by the kernel once another program has begun
     task()
 
 
 def _close_all_but(wanted: set[int]) -> None:
+    """Close all descriptors except ``wanted``."""
     last = 0
     for there in [*sorted(wanted), 1 << 20]:
         if last < there:  # closerange(0, 0) would close all
@@ -233,8 +256,8 @@ def _close_all_but(wanted: set[int]) -> None:
 
 @contextlib.contextmanager
 def empty_folder(up: frozenset[str], deadline: float) -> Iterator[str]:
-    """Yield a new folder and remove it soon after ``deadline`` (monotonic). Behind ``namespaces`` yield the jail's own
-    ``/tmp``."""
+    """Make a folder for the block and yield its path; remove it, at the latest soon after ``deadline`` (monotonic
+    seconds). If ``namespaces`` is one of the walls ``up``, make none and yield the jail's own ``/tmp``."""
     if "namespaces" in up:
         yield walls.INSIDE
         return
@@ -280,6 +303,7 @@ def remove_folder(folder: str, until: float) -> bool:
 
 
 def _enter_folder(here: int, name: str) -> int:
+    """Open the folder ``name`` in the folder ``here``, close ``here``, and return the new descriptor."""
     try:
         there = os.open(name, _FOLDER, dir_fd=here)
     except PermissionError:
@@ -292,7 +316,7 @@ def _enter_folder(here: int, name: str) -> int:
 
 
 def _remove_abandoned() -> None:
-    """Remove folders of this user that no worker holds any more."""
+    """Remove jail folders of this user that no living worker has locked."""
     until = time.monotonic() + _PATIENCE_S
     for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):

@@ -1,7 +1,13 @@
 """Judge one program by one row's tests, inside a worker process (``pool.WorkerPool``), in jails and under one clock.
 
-This process runs neither the program nor the tests. It starts the processes that do, reads the tester's report (or a
-script's output), and ends everything at the limit. It ends itself when the trainer has ended.
+This process runs neither the program nor the tests. It starts the processes that do, reads what they write, and ends
+everything at the limit. It ends itself when the trainer has ended. The way of a job depends on its kind
+(``client.Tests``):
+
+    assertions, calls    ``_tested``: a tester and the program, each in a jail, joined by a socket. The tester asks the
+                         program for values and writes one sign per test to a pipe, which is read here.
+    pairs                ``_script``: for each pair the program runs as a script, in a jail of its own. What it prints
+                         is compared here.
 """
 
 from __future__ import annotations
@@ -33,24 +39,28 @@ _BOOT = _BOOT.replace("from __future__ import annotations\n", "")
 
 
 def _program(kind: str) -> None:
+    """Replace the jailed process by a new interpreter that calls ``program.run(kind, 3)``."""
     text = f"{_BOOT}\nrun({kind!r}, 3)"
     os.execve(walls.INTERPRETER, [walls.INTERPRETER, "-s", "-S", "-B", "-X", "utf8", "-c", text], _PLACES | _SETTINGS)
 
 
 def _clock_ran_out(deadline: float) -> bool:
-    if os.getppid() != _parent():  # the trainer has ended; what runs here dies with this process
+    """Return whether ``deadline`` (monotonic seconds) has passed. End this process if the trainer has ended."""
+    if os.getppid() != _parent():  # the jails die with this process
         os._exit(1)
     return time.monotonic() >= deadline
 
 
 @cache
 def _parent() -> int:
-    """Return the process that forked this worker, first asked before any program runs. It ends with the trainer."""
+    """Return the pid of the fork server, which forked this worker and ends with the trainer. The first call must come
+    before any program runs, while the fork server is still the parent."""
     return os.getppid()
 
 
 def _follow(process: Jailed, pipe: int, most: int, deadline: float) -> tuple[bytes, bool]:
-    """Return what ``process`` wrote, and whether it ended by itself, within time and ``most`` bytes."""
+    """Read ``pipe`` until ``process`` has ended; kill it at ``deadline`` or beyond ``most`` bytes. Return what it
+    wrote, and whether it kept within both."""
     os.set_blocking(pipe, False)
     said = bytearray()
     while process.poll() is None:
@@ -69,18 +79,32 @@ def _follow(process: Jailed, pipe: int, most: int, deadline: float) -> tuple[byt
 
 
 def _drain(pipe: int, said: bytearray, most: int) -> None:
+    """Append to ``said`` what the pipe holds now, until there are more than ``most`` bytes."""
     with contextlib.suppress(BlockingIOError):
         while len(said) <= most:
             chunk = os.read(pipe, 1 << 16)
             if not chunk:
-                time.sleep(0.001)  # closed by a process that still runs: it stays readable for ever
+                time.sleep(0.001)  # closed, though the process runs on: readable for ever, and the caller would spin
                 return
             said += chunk
 
 
 def judge(job: dict[str, Any]) -> dict[str, Any] | AtLimit:
-    """Judge the job ``{"kind", "program", "tests", …}``: return its ``client.Trial`` as a dictionary. For the kind
-    ``walls`` return why each is missing."""
+    """Judge one job, the handler of the worker pool.
+
+    Args:
+        job: ``kind``, ``tests`` and ``entry_point`` of ``client.Tests``; ``program``, its source; ``walls``, the names
+            of the walls to put up; ``stop_early``; ``cpu_seconds``, ``wall_seconds`` and ``memory_bytes`` of
+            ``client.CodeJudge``. A job of the kind ``walls`` has ``view`` alone (``_missing``).
+
+    Returns:
+        The fields of a ``client.Trial``; if time or memory ran out, within ``AtLimit``, beside the seconds that it
+        cost. For the kind ``walls``: wall → why this machine lacks it, "" if it has it.
+
+    Raises:
+        RuntimeError: a wall could not be put up.
+        KilledFromOutside: somebody else killed the program or its tester.
+    """
     _parent()
     if job["kind"] == "walls":
         return {name: _missing(name, job["view"]) for name in walls.WALLS}
@@ -94,12 +118,13 @@ def judge(job: dict[str, Any]) -> dict[str, Any] | AtLimit:
 
 
 def _processor_seconds() -> float:
-    """Return the processor seconds used by all jails that have ended."""
+    """Return the processor seconds of all jails of this worker that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _judged(job: dict[str, Any]) -> dict[str, Any]:
+    """Check the tests, run them in the way of the job's kind, and return the fields of a ``client.Trial``."""
     up = frozenset(job["walls"])
     if "namespaces" not in up:
         kernel.hide_memory()
@@ -118,7 +143,7 @@ def _judged(job: dict[str, Any]) -> dict[str, Any]:
     if job["kind"] != "pairs":
         return _tested(job, up, total, deadline)
     passed, end = 0, "done"
-    for given, expected in tests:  # each to a run of its own, as a script
+    for given, expected in tests:
         right, ended = _script(job, up, given, expected, deadline)
         passed += right
         if not ended:
@@ -133,7 +158,8 @@ def _verdict(end: str, passed: int = 0, total: int = 0, why: str = "") -> dict[s
 
 
 def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float) -> dict[str, Any]:
-    """Run a tester and a program, each in a jail and joined by a socket; return the verdict of the tester's report."""
+    """Run a tester and a program, each in a jail and joined by a socket; return the verdict of the tester's report
+    (``tester.Run``), in which ``total`` tests are expected."""
     asks, answers = socket.socketpair()
     report, writes = os.pipe()
 
@@ -171,8 +197,12 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
 
 
 def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, deadline: float) -> tuple[bool, bool]:
-    """Return whether a script printed ``expected``, compared by line without white space at the ends, and whether it
-    ended by itself."""
+    """Run the program as a script with ``given`` as its standard input.
+
+    Returns:
+        Whether it ended with status 0 and printed ``expected``, compared line by line without white space at their
+        ends; and whether it ended by itself, within its limits.
+    """
     ours, theirs = socket.socketpair()
     output, writes = os.pipe()
     typed = os.memfd_create("input")
@@ -201,8 +231,8 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
 
 
 def _refuse_killed(process: Jailed, cell: Cell, who: str) -> None:
-    """Raise ``KilledFromOutside`` if SIGKILL ended the process: that says nothing of the program. Without
-    ``namespaces`` and ``seccomp`` it may have killed itself, and nothing is raised."""
+    """Raise ``KilledFromOutside`` if a SIGKILL from outside ended the process, which says nothing of the program.
+    Behind neither ``namespaces`` nor ``seccomp`` the program may have killed itself, and nothing is raised."""
     if {"namespaces", "seccomp"} & cell.walls and process.killed_from_outside(cell.cpu_seconds):
         peak = 0
         if process.usage is not None:
@@ -218,8 +248,8 @@ def _lines(text: str) -> list[str]:
 
 @cache
 def _missing(name: str, view_too: bool = True) -> str:
-    """Return why this wall cannot be put up on this machine; empty if a trial script runs behind it. ``view_too``: try
-    ``user`` within ``namespaces``, if these are available."""
+    """Return why the wall ``name`` cannot be put up on this machine; "" if a trial script runs behind it. ``view_too``:
+    the wall ``user`` is tried together with ``namespaces``, if this machine has these."""
     if name in ("namespaces", "seccomp", "landlock") and not kernel.known_machine():
         return "not known for this system and processor"
     if name == "landlock" and not kernel.landlock_version():

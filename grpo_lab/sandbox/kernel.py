@@ -57,10 +57,12 @@ _MAKE_CHAR = 1 << 6
 _MAKE_SOCK = 1 << 9
 _MAKE_BLOCK = 1 << 11
 _FILE_ONLY = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
+# Landlock's version → the rights that a ruleset of it can restrict.
 _HANDLED = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 
 
 def _checked(done: int, what: str) -> int:
+    """Return the result of a C function; raise ``OSError`` about ``what`` if it is negative."""
     if done < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -87,7 +89,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def make_read_only(target: str, *, below: bool) -> None:
-    """Make a mount read-only, without set-user-id; with ``below``, also every mount under it."""
+    """Make a mount read-only and ignore set-user-id bits on it; with ``below``, also on every mount under it."""
     attributes = struct.pack("QQQQ", 1 | 2, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
     flags = ctypes.c_uint(_AT_RECURSIVE if below else 0)
     syscall(_SYS_MOUNT_SETATTR, ctypes.c_int(_AT_FDCWD), os.fsencode(target), flags, attributes, ctypes.c_size_t(32))
@@ -123,7 +125,7 @@ def hide_memory() -> None:
 
 
 def install_filter(instructions: bytes) -> None:
-    """Install a seccomp filter for this process and all that it starts."""
+    """Install a seccomp filter (``system_calls.seccomp_filter``) for this process and all that it starts."""
     code = ctypes.create_string_buffer(instructions, len(instructions))
     program = struct.pack("HxxxxxxP", len(instructions) // 8, ctypes.addressof(code))
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -145,8 +147,15 @@ def landlock_version() -> int:
 
 
 def give_up_files_but(readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Allow only these paths from now on: ``readable`` to read and execute, ``writable`` for all but execution, devices
-    and sockets. Call ``give_up_rights`` first."""
+    """Restrict this process to some paths with Landlock, and forbid what else its version can: TCP, signals to
+    processes outside, abstract sockets.
+
+    Call ``give_up_rights`` first, or the kernel refuses.
+
+    Args:
+        readable: paths to read and execute.
+        writable: paths for everything except to execute and to make devices and sockets.
+    """
     known = landlock_version()
     handled = _HANDLED[min(known, 5)]
     tcp = 3 if known >= 4 else 0
@@ -167,6 +176,7 @@ def give_up_files_but(readable: Sequence[str], writable: Sequence[str]) -> None:
 
 
 def _allow(ruleset: int, path: str, access: int) -> None:
+    """Add a rule to a Landlock ruleset: ``access`` below ``path``."""
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     if not stat.S_ISDIR(os.fstat(place).st_mode):
         access &= _FILE_ONLY

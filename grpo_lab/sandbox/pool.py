@@ -1,5 +1,8 @@
 """A pool of killable worker processes: hard time limit per job, memory limit per worker, no lost jobs.
 
+``WorkerPool.run`` makes a ``_Round``, which hands each payload to a free worker (``workers.WorkerProcess``), waits for
+replies and deadlines, and returns one ``JobOutcome`` per payload.
+
 Why processes and not `signal.alarm` or threads: sympy can spend minutes in one C call (`9**9**9**9`), which neither a
 signal handler nor a thread can interrupt. And TRL may call a reward from a thread, where signals do not work at all.
 """
@@ -30,9 +33,15 @@ _Status = Literal["ok", "timeout", "crash", "unjudged"]
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """Outcome of one job. `ok` has the handler's value, the others a reason. `timeout` and `crash` are the job's own
-    doing. `unjudged`: its process was killed from outside twice, or the batch had no time left. `seconds` is wall-clock
-    time."""
+    """Outcome of one job.
+
+    Attributes:
+        status: `ok`: the handler returned. `timeout` and `crash`: the job's own fault. `unjudged`: its process was
+            killed from outside twice, or the batch had no time left.
+        value: what the handler returned; None unless the status is `ok`.
+        reason: why there is no value; empty if the status is `ok`.
+        seconds: wall-clock seconds from sending the job to its end; 0 if it was never sent.
+    """
 
     status: _Status
     value: Any
@@ -41,7 +50,7 @@ class JobOutcome:
 
 
 def _close_all(workers: list[WorkerProcess], servers: list[ForkServerProcess], owner_pid: int) -> None:
-    """End the processes; do nothing in a fork of their owner, where they are not ours to end."""
+    """End the workers and their fork server. Do nothing in a fork of the process that started them."""
     if os.getpid() == owner_pid:
         for server in servers:
             server.end(at_once=not any(worker.pid for worker in workers))
@@ -111,8 +120,9 @@ class WorkerPool:
         _close_all(self.workers, self._servers, self._pid)
 
     def _own(self) -> None:
+        """Begin anew in a fork: the parent's processes and its lock, which may be held, are not the fork's."""
         if self._pid != os.getpid():
-            self._reset()  # forked: the parent's processes and its lock (perhaps held) are not ours
+            self._reset()
 
     def fork_server(self) -> ForkServerProcess:
         """Return the running fork server; start one if there is none."""
@@ -132,11 +142,12 @@ class WorkerPool:
 
 
 class Patience:
-    """The time that a batch may lose to jobs that end at their limit. After half of it, each further job gets a tenth
-    of its time, so that honest ones are still judged. After all of it, no further job begins.
+    """The time that a batch may lose to jobs that end at their limit.
 
-    The lost time is measured as by the limit: processor time, or the wall clock if that ended the job. So a busy
-    machine loses no more.
+    It is ``batch_seconds`` of the limits, for each worker and each thousand jobs begun. After half of it, each further
+    job gets a tenth of its time limits, so that honest ones are still judged. After all of it, no further job begins.
+    A job counts by the limit that ended it, in processor seconds or seconds on the clock, so that a busy machine loses
+    no more than an idle one.
     """
 
     def __init__(self, limits: Limits, workers: int, jobs: int) -> None:
@@ -149,7 +160,7 @@ class Patience:
 
     @property
     def share(self) -> float:
-        """Share of its time limit that the next job gets."""
+        """Return the share of its time limits that the next job gets, 1 or 0.1."""
         if self.lost >= self._allowed / 2:
             return 0.1
         return 1.0
@@ -159,6 +170,17 @@ class Patience:
 
 
 class _Round:
+    """The work of one call of ``WorkerPool.run``. Payloads are known by their index.
+
+        todo ──▶ at a worker (``job_of``) ──▶ ``results``
+                  │
+                  └─ its process was killed from outside ──▶ ``again``: once more, alone, after all others
+
+    Attributes:
+        lost: how many workers lost their fork server, or ended before they were ready.
+        killed: jobs whose process was killed once.
+    """
+
     def __init__(self, pool: WorkerPool, payloads: Sequence[Any]) -> None:
         self.pool = pool
         self.workers = pool.workers
@@ -172,6 +194,7 @@ class _Round:
         self.patience = Patience(pool.limits, pool.size, len(payloads))
 
     def outcomes(self) -> list[JobOutcome]:
+        """Run all jobs and return their outcomes, in the order of the payloads."""
         while self.todo or self.again or self.job_of:
             self._choose()
             while len(self.workers) < min(self.pool.size, len(self.todo) + len(self.job_of)):
@@ -189,8 +212,8 @@ class _Round:
         return found
 
     def _choose(self) -> None:
-        """Choose the next jobs. A job whose process was killed is judged again at the end, alone, where nothing of this
-        batch takes its memory."""
+        """Choose the next jobs: none if the batch has lost its time. A job whose process was killed comes last and
+        alone, when no other job of the batch takes its memory."""
         if self.patience.over:
             for job in (*self.todo, *self.again):
                 self.results[job] = JobOutcome("unjudged", None, str(self.patience), 0.0)
@@ -200,6 +223,7 @@ class _Round:
             self.todo.append(self.again.popleft())
 
     def _collect(self, waiting: list[WorkerProcess]) -> None:
+        """Wait until a worker has said something or the nearest deadline has passed, and handle both."""
         with selectors.DefaultSelector() as selector:
             for worker in waiting:
                 selector.register(worker, selectors.EVENT_READ)
@@ -212,6 +236,7 @@ class _Round:
                 self._expire(worker)
 
     def _read(self, worker: WorkerProcess) -> None:
+        """Handle the next message of a worker (``WorkerProcess.receive``)."""
         message = worker.receive()
         if message is None:
             return  # half a frame
@@ -235,8 +260,11 @@ class _Round:
             self._end(worker)
 
     def _lose(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-        """Give the job of a worker to another one after somebody killed the fork server, or a worker that was not
-        ready. Raises `VerifierError` if the imports caused it, or if it happens again and again."""
+        """Give the job of a worker back after the fork server ended, or the worker before it was ready.
+
+        After more than `_MOST_LOST` such ends in this round the job is `unjudged`. Raises `VerifierError` if the worker
+        had no job then, or if the imports are the cause: a process ended by itself and no worker was ever ready.
+        """
         if "lost" in message:
             how = worker.server.ended()
         else:
@@ -253,8 +281,8 @@ class _Round:
         self._end(worker)
 
     def _judge_again(self, worker: WorkerProcess, why: str, greedy: bool) -> None:
-        """Repeat a job whose process was ended by neither the job nor a limit. The second time it is `unjudged`, or a
-        `crash` if the process held much of its allowed memory."""
+        """Queue a job again whose process was ended by neither the job nor a limit. The second time it is `unjudged`,
+        or a `crash` if the process held much of its allowed memory (`greedy`)."""
         job = self.job_of[worker]
         if job not in self.killed:
             self.killed.add(job)
@@ -264,6 +292,7 @@ class _Round:
         self._end(worker)
 
     def _expire(self, worker: WorkerProcess) -> None:
+        """End the job of a worker whose deadline has passed. Raises `VerifierError` if it never became ready."""
         limits = self.pool.limits
         if not worker.pid:
             seconds = f"{limits.startup_seconds} s (Limits.startup_seconds)"
@@ -271,7 +300,7 @@ class _Round:
         self._run_out(worker, limits.wall_seconds, f"no result within {limits.wall_seconds * worker.share:g} s")
 
     def _run_out(self, worker: WorkerProcess, seconds: float, why: str) -> None:
-        """End a job whose worker has used up its share of ``seconds``."""
+        """End a job that has used up its share of ``seconds``. It is a `timeout` only if that share was all of them."""
         self.patience.lost += seconds * worker.share
         if worker.share < 1.0:
             self._finish(worker, "unjudged", None, f"{why}; {self.patience}")

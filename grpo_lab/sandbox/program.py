@@ -4,9 +4,18 @@ The jailed interpreter is started with the source of ``wire`` and of this file a
 This process has no test, no expected value and no access to the tester's report; its answers are compared elsewhere. So
 the program may take it over entirely.
 
-Requests: ``{"load": source}``, ``{"get": name}``, ``{"call": id, "args", "named"}``, ``{"ask": id, "what", "args"}``.
-Replies: ``{"value": data, "args": the new value of each that the call changed in place, else null}``, ``{"raised": …}``
-(``pack_error``); ``{"back": id, "args"}`` calls a function of the tester.
+Messages, in which values have the form of ``wire.pack`` and ``n`` is the number of an object or function:
+
+    requests    {"load": source}                       run the source; the value is a list of its names
+                {"get": name}                          the value of a name
+                {"call": n, "args", "named"}           call an object
+                {"ask": n, "what", "args"}             ask an object one of ``_QUESTIONS``
+                {"leave": n, "error"}                  ``__exit__`` of a context manager
+    replies     {"value", "args"}                      ``args``: for each argument that a call changed in place its new
+                                                       value, else null
+                {"raised": …}                          an exception (``wire.pack_error``)
+    before a reply
+                {"back": n, "args", "named"}           call a function of the tester, which answers as above
 """
 
 from __future__ import annotations
@@ -45,21 +54,30 @@ _QUESTIONS: dict[str, Any] = {
 
 
 class ProgramServer:
-    """Answers the tester's requests about one program."""
+    """Answers the tester's requests about one program, whose module is ``solution``.
+
+    Attributes:
+        objects: number → object that the tester has a reference to.
+        numbers: id of such an object → its number, so that an object that is sent twice is one for the tester.
+        errors: exceptions that functions of the tester raised here, each with the tester's number of it.
+        loop: event loop of the program's coroutines, once there is one.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.objects: list[Any] = []
-        self.numbers: dict[int, int] = {}  # an object that is sent twice is one object for the tester, too
+        self.numbers: dict[int, int] = {}
         self.errors: list[tuple[BaseException, int]] = []
         self.loop: Any = None
         self.module = types.ModuleType("solution")
 
     def serve(self) -> None:
+        """Answer requests until the channel ends (``Broken``)."""
         while True:
             self.channel.send(self.answer(self.channel.receive()))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply to a request. An exception of the program is a reply; ``Broken`` is raised."""
         try:
             return self._do(request)
         except BaseException as error:  # the program's own, SystemExit and KeyboardInterrupt among them
@@ -92,12 +110,14 @@ class ProgramServer:
         named = {name: self._unpack(one) for name, one in request["named"].items()}
         called = self.objects[request["call"]]
         value = called(*given, **named)
-        made = isinstance(called, type) and called.__module__ == "solution"  # an object even where it is a kind of list
+        # An object of the program's own class stays an object, even if the class derives from list.
+        made = isinstance(called, type) and called.__module__ == "solution"
         after = [self._pack(one) if isinstance(one, _CHANGING) else None for one in given]
         changed = [new if new != old else None for new, old in zip(after, request["args"])]
         return {"value": self._keep(value) if made else self._pack(value), "args": changed if any(changed) else None}
 
     def _answered(self, what: str, thing: Any, given: list[Any]) -> Any:
+        """Return the packed answer of the object ``thing`` to the question ``what`` with the arguments ``given``."""
         if what in ("await", "anext"):
             asyncio = importlib.import_module("asyncio")
             self.loop = self.loop or asyncio.new_event_loop()
@@ -106,7 +126,7 @@ class ProgramServer:
                 return await (thing if what == "await" else thing.__anext__())
 
             return self._pack(self.loop.run_until_complete(wait()))
-        if what == "plain":  # what an object that is a kind of list, text, number holds; None for any other
+        if what == "plain":  # the content of an object whose class derives from list, str, int, …
             if _is_exception(thing):
                 return None
             return self._pack(thing)
@@ -116,6 +136,7 @@ class ProgramServer:
         return self._pack(value)
 
     def _load(self, source: str) -> dict[str, Any]:
+        """Run the program's source and return the reply with the names that it defines."""
         sys.modules["solution"] = self.module
         if "class Solution" in source:
             # as on contest sites: the signatures that they give use `List` without an import
@@ -130,6 +151,7 @@ class ProgramServer:
         return pack(value, self._keep)
 
     def _keep(self, value: Any) -> Any:
+        """Return a reference to an object of the program, which is kept (``opaque`` of ``pack``)."""
         number = self.numbers.setdefault(id(value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
@@ -142,6 +164,7 @@ class ProgramServer:
         return unpack(data, self._refer)
 
     def _refer(self, tag: str, reference: Any) -> Any:
+        """Return what a reference of the tester means here (``opaque`` of ``unpack``)."""
         if tag == "object":
             return self.objects[reference]
         if tag == "name":
@@ -158,6 +181,7 @@ class ProgramServer:
         return theirs
 
     def _theirs_one_by_one(self, reference: int) -> Any:
+        """Yield the items of an iterator of the tester."""
         while True:
             try:
                 one = self._ask_back(reference, (), {})
@@ -166,6 +190,7 @@ class ProgramServer:
             yield one
 
     def _ask_back(self, number: int, args: Any, named: Any) -> Any:
+        """Call function ``number`` of the tester; return its value or raise its exception."""
         packed = {name: self._pack(one) for name, one in named.items()}
         self.channel.send({"back": number, "args": [self._pack(one) for one in args], "named": packed})
         reply = self.channel.receive()
@@ -184,7 +209,8 @@ def _is_exception(value: Any) -> bool:
 
 
 def _as_error(said: dict[str, Any]) -> Exception:
-    """Return an exception raised by a function of the tester, as the nearest of Python's own classes."""
+    """Make the exception that a function of the tester raised, from its data (``pack_error``), of the nearest of
+    Python's own classes."""
     for kind in (getattr(builtins, name, None) for _, name in said["kinds"]):
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
@@ -195,7 +221,8 @@ def _as_error(said: dict[str, Any]) -> Exception:
 
 
 def run(kind: str, fd: int) -> None:
-    """Entry point in the jail: ``kind`` is ``calls`` (answer a tester) or ``script`` (run it once, as a script)."""
+    """Entry point in the jail. ``kind`` is ``calls``, to answer a tester's requests, or ``script``, to receive a source
+    and run it as the main program. ``fd``: descriptor of the channel."""
     from _sitebuiltins import Quitter, _Helper
 
     sys.path[:] = [place for place in sys.path if place]

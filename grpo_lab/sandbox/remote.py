@@ -1,5 +1,9 @@
 """The program as its tester sees it. Its functions are called in another process and return plain data, which a test
-compares by Python's own ``==``. Other objects stay there, and a ``RemoteObject`` represents them here."""
+compares by Python's own ``==``. Other objects stay there, and a ``RemoteObject`` represents them here.
+
+One question is a request over the channel (``Program._ask``), at whose other end ``program.ProgramServer`` answers. The
+answer is a value, an exception, or first a call back of a function of the tests that was an argument.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +27,18 @@ _VIEWS = collections.abc.KeysView | collections.abc.ValuesView | collections.abc
 _CONTAINERS = list | tuple | dict | set | frozenset | collections.deque | _VIEWS
 _FROM_PROGRAMS = BaseException | _CONTAINERS | slice | bytes | bytearray | complex | range
 _MODULES_OF_DATA = ("decimal", "fractions", "datetime")
+#: Questions that run code of the program which may change an object.
 _MAY_CHANGE = ("attr", "item", "put", "del", "set", "iter", "next", "anext", "await", "enter")
 
 
 def lacks_a_module(error: BaseException | None) -> bool:
-    """Return whether the tests' own import failed. An error of the program has a message, but no module name."""
+    """Return whether an error says that an import of the tests themselves failed. The same error from the program has a
+    message, but no module name."""
     return type(error) is ModuleNotFoundError and error.name is not None
 
 
 class ProgramGone(BaseException):
-    """Raised if the program ended, left by ``sys.exit``, or broke the channel. No ``Exception``: no test catches it."""
+    """Raised if the program ended, or broke the channel. It is no ``Exception``, so that no test catches it."""
 
 
 class Unsendable(BaseException):
@@ -40,7 +46,16 @@ class Unsendable(BaseException):
 
 
 class Program:
-    """The connection to one program. Once it can no longer answer ``gone`` says why, and no further test passes."""
+    """The connection to one program.
+
+    Args:
+        fd: descriptor of the socket to it.
+
+    Attributes:
+        gone: why the program can no longer answer, after which no test passes; empty while it can.
+        refused: whether the running test asked for something unsafe, which was refused. The test then fails.
+        names: names that the program defines.
+    """
 
     def __init__(self, fd: int) -> None:
         self._channel = Channel(fd)
@@ -54,10 +69,11 @@ class Program:
         self._one_at_a_time = threading.RLock()  # tests may ask from threads: each gets the answer to its own question
         self._loaded = False
         self.gone = ""
-        self.refused = False  # something unsafe was asked for in the running test, and refused: it fails
+        self.refused = False
         self.names: frozenset[str] = frozenset()
 
     def load(self, source: str) -> None:
+        """Run the program's source in its process and learn its names. Raises what the source raises."""
         names = self._ask({"load": source})
         self._loaded = True
         named = names if isinstance(names, list) else []
@@ -70,15 +86,17 @@ class Program:
             return self._ask({"get": name})
 
     def call(self, number: int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call object ``number`` of the program. Arguments that the call changes in place are changed here, too."""
         with self._one_at_a_time:
             self._held.clear()
             packed = {name: self._pack(value) for name, value in named.items()}
             return self._ask({"call": number, "args": [self._pack(one) for one in args], "named": packed}, args)
 
     def holds(self, number: int) -> Any:
-        """Return the plain value of an object whose class derives from list, a number or text; None for any other.
+        """Return the content of object ``number`` as plain data, if its class derives from a list, a number or another
+        kind of plain data; else None or a ``RemoteObject``.
 
-        The value is kept until a call may change it. An object that was asked at every ``==`` could answer two
+        The content is kept until a question may change it. An object that was asked at every ``==`` could answer two
         comparisons differently.
         """
         if number not in self._held:
@@ -86,23 +104,27 @@ class Program:
         return self._held[number]
 
     def ask(self, number: int, what: str, *args: Any) -> Any:
+        """Ask object ``number`` a question such as ``len`` (``program._QUESTIONS``) and return the answer."""
         with self._one_at_a_time:
             if what in _MAY_CHANGE:
                 self._held.clear()
             return self._ask({"ask": number, "what": what, "args": [self._pack(one) for one in args]})
 
     def leave(self, number: int, error: Any) -> None:
-        """Call ``__exit__`` of a context manager of the program."""
+        """Call ``__exit__`` of object ``number``, a context manager. ``error``: the exception of the block as data
+        (``wire.pack_error``), or None."""
         self._held.clear()
         self._ask({"leave": number, "error": error})
 
     def _ask(self, request: dict[str, Any], args: tuple[Any, ...] = ()) -> Any:
+        """Send a request and return the value that answers it, or raise the exception that does. ``args``: arguments of
+        a call, which the answer may change in place. Raises ``ProgramGone`` if there is no answer."""
         if self.gone:
             raise ProgramGone(self.gone)
         try:
             self._channel.send(request)
             raised, value = self._take(self._channel.receive(), args)
-        except Exception as error:  # hostile bytes can be wrong in any way; what is too long may be the program's, too
+        except Exception as error:  # hostile bytes can be wrong in any way, and make a request too long
             self.gone = f"no answer in the form of one: {error!r:.200}"
             raise ProgramGone(self.gone) from None
         if raised is not None:
@@ -113,7 +135,8 @@ class Program:
         return value
 
     def _take(self, reply: dict[str, Any], args: tuple[Any, ...]) -> tuple[BaseException | None, Any]:
-        """Serve the program's calls back, then return what it raised (else None) and the value that it gave."""
+        """Read a reply, after serving the calls back that come before it. Return the exception of the program, or None,
+        and its value."""
         while "back" in reply:
             self._channel.send(self._called_back(reply))
             reply = self._channel.receive()
@@ -126,6 +149,7 @@ class Program:
         return None, value
 
     def _called_back(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """Call a function of the tests for the program, and return the message with its value or exception."""
         function = self._functions[reply["back"]]
         args = [unpack(one, self._stand_in) for one in reply["args"]]
         named = {str(name): unpack(one, self._stand_in) for name, one in reply["named"].items()}
@@ -133,13 +157,14 @@ class Program:
             return {"value": self._pack(function(*args, **named))}
         except (Exception, Unsendable) as error:
             if isinstance(error, Unsendable) or lacks_a_module(error):
-                # unusable where the test asks for it, failed where the program does: it would choose between 0 and None
+                # The test fails here and is not unusable: the program could choose that to hide a failure.
                 self.refused = True
                 error = TypeError(str(error))
             self._own_errors.append(error)
             return dict(pack_error(error, len(self._own_errors) - 1))
 
     def _as_raised(self, said: dict[str, Any]) -> BaseException:
+        """Make the exception that the program raised from its data (``wire.pack_error``)."""
         kinds = [(str(module), str(name)) for module, name in said["kinds"]]
         args = [unpack(one, refuse_tag) for one in said["args"]]
         if ("builtins", "SystemExit") in kinds and self._loaded:
@@ -163,9 +188,11 @@ class Program:
         return error
 
     def exception(self, kinds: list[tuple[str, str]]) -> type[Exception]:
-        """Return the class of that name: Python's own, or a new one under the nearest of Python's."""
+        """Return the class of an exception of the program: Python's own, or a new one that derives from the nearest of
+        Python's. ``kinds``: module and name of the class and its bases, nearest first."""
         module, name = kinds[0]
-        if module.partition(".")[0] in sys.stdlib_module_names:  # if the tests can name it, its module is loaded
+        # The tests can name a class of the standard library only if its module is loaded.
+        if module.partition(".")[0] in sys.stdlib_module_names:
             own = getattr(sys.modules.get(module), name, None)
             if isinstance(own, type) and issubclass(own, Exception):
                 return own
@@ -178,13 +205,18 @@ class Program:
         try:
             return pack(value, self._send_opaque)
         except TypeError:
-            self.refused = True  # else any program would pass a test that expects this very error
+            self.refused = True  # else any program would pass a test that expects a TypeError
             raise
 
     def _send_opaque(self, value: Any) -> Any:
+        """Return what stands for a value that is no plain data (``opaque`` of ``wire.pack``).
+
+        Raises ``TypeError`` for a value that a program may have caused, so that the test fails, and ``Unsendable`` for
+        one that the tests alone made.
+        """
         if isinstance(value, RemoteObject):
             return {"object": value._number}
-        if isinstance(getattr(value, "_remote", None), int):  # a named tuple of the program's
+        if isinstance(getattr(value, "_remote", None), int):  # a named tuple of the program
             return {"object": value._remote}
         if id(value) in self._coroutines:
             return {"object": self._coroutines[id(value)][1]}
@@ -202,6 +234,8 @@ class Program:
         return {"function": [len(self._functions) - 1, getattr(value, "__name__", "function")]}
 
     def _stand_in(self, tag: str, reference: Any) -> Any:
+        """Return what represents an object of the program here (``opaque`` of ``wire.unpack``): a ``RemoteObject``, an
+        exception class, a coroutine, or a named tuple."""
         if tag == "named":
             return _named(*reference)
         if tag != "object" or not isinstance(reference[0], int):
@@ -209,7 +243,7 @@ class Program:
         number, about, kind = reference
         if about and ["builtins", "Exception"] in about:
             return self.exception([(str(module), str(name)) for module, name in about])
-        if kind == "coroutine":  # a local coroutine for the program's, which runs there when this one is awaited
+        if kind == "coroutine":  # the program's runs when this one is awaited
 
             async def wait() -> Any:
                 return self.ask(number, "await")
@@ -225,13 +259,14 @@ class Program:
 
 @functools.lru_cache(maxsize=256)
 def _named_class(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    """Return a named tuple class whose objects can have attributes."""
     if YES_OR_NO & set(fields):
         raise Broken("fields that are named as questions of plain data")
     return type(name, (collections.namedtuple(name, fields),), {})
 
 
 def _named(name: str, fields: list[str], values: list[Any], reference: dict[str, Any]) -> Any:
-    """Return a named tuple of the program; sent back, it is again the program's original object."""
+    """Return a copy of a named tuple of the program, which is sent back as the ``reference`` to the original."""
     value: Any = _named_class(name, tuple(fields))(*values)
     if not isinstance(reference["object"][0], int):
         raise Broken("no reference of the program's")
@@ -240,7 +275,8 @@ def _named(name: str, fields: list[str], values: list[Any], reference: dict[str,
 
 
 def _write_into(mine: Any, changed: Any) -> None:
-    """Change the argument in place to what the call made of it. Its inner containers are new ones."""
+    """Give the argument ``mine`` of a call the content ``changed`` that the call gave it, in place. Containers within
+    it are replaced."""
     if isinstance(mine, list | bytearray) and isinstance(changed, list | bytearray):
         mine[:] = changed
     elif isinstance(mine, dict | set) and isinstance(changed, type(mine)):

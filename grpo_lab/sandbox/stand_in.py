@@ -17,8 +17,8 @@ _QUESTIONS = (
     "istitle isupper issubset issuperset isdisjoint is_integer match fullmatch difference symmetric_difference"
 )
 YES_OR_NO = frozenset(_QUESTIONS.split())
-"""Questions of plain data's own types. An object that answers them with yes, or with no difference, must not pass for a
-text or a set."""
+"""Methods of texts and sets that answer with yes, no or a difference. Objects of the program do not have them here, so
+that none passes for a text or a set by answering as a test wants."""
 _OF_DIFFERENCES = ("total_seconds", "days", "seconds", "microseconds", "is_zero")
 """Methods that tests call on a difference of plain data: ``(f(x) - datetime(…)).total_seconds() < 1``."""
 _PLAIN_NAMES = ("__name__", "__qualname__", "__annotations__", "__wrapped__")
@@ -41,23 +41,31 @@ class RemoteObject:
         object.__setattr__(self, "_derived", derived)
 
     def _ask(self, what: str, *args: Any) -> Any:
+        """Ask the object in its process (``Program.ask``)."""
         return self._program.ask(self._number, what, *args)
 
     def _own(self, what: str, *args: Any) -> Any:
+        """Ask the object in its process, unless it is derived: then fail the running test."""
         if self._derived:
             self._refuse(f"no {what} of an object of the program's that was reckoned with the tests' data")
         return self._ask(what, *args)
 
     def _refuse(self, why: str) -> NoReturn:
-        """Fail the running test, even if it catches this error: the program has seen what would be right next."""
+        """Raise ``TypeError`` and fail the running test even if it catches that error."""
         self._program.refused = True
         raise TypeError(why)
 
     def _reckoned(self, what: str, name: str, other: Any) -> Any:
-        """Do arithmetic in the program's process. With the tests' data the result is an object, never data."""
+        """Do arithmetic in the program's process; with the tests' data the result is a derived object, never data.
+
+        Args:
+            what: ``math``, or ``rmath`` with ``other`` on the left.
+            name: the operator, a name of the module ``operator``.
+            other: the other operand.
+        """
         theirs = isinstance(other, RemoteObject) and not other._derived and not self._derived
         if not theirs and not self._derived:
-            self._program.holds(self._number)  # fixed before it sees the data, so that it cannot become 3 after `x - 3`
+            self._program.holds(self._number)  # kept before it sees the data: it cannot become 3 after `x - 3`
         found = self._ask(what, name, other)
         if theirs:
             return found
@@ -66,6 +74,7 @@ class RemoteObject:
         return RemoteObject(self._program, found._number, derived=True)
 
     def _ordered(self, name: str, other: Any) -> Any:
+        """Compare the order of two objects of the program, in its process; with anything else there is none."""
         if not isinstance(other, RemoteObject):
             return NotImplemented
         if other._derived:
@@ -98,14 +107,14 @@ class RemoteObject:
         return self._own("anext")
 
     def __contains__(self, value: Any) -> bool:
-        return any(value == one for one in self)  # compared here: the program cannot simply answer True
+        return any(value == one for one in self)  # here, since the program would simply answer True
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RemoteObject):
             return self._number == other._number or self._ask("same", other) is True
         if self._derived:
             return False
-        held = self._program.holds(self._number)  # the content of a list, text or number subclass is compared here
+        held = self._program.holds(self._number)  # a subclass of list, str or int is compared by its content, here
         return held is not None and not isinstance(held, RemoteObject) and bool(held == other)
 
     def __hash__(self) -> int:
@@ -160,4 +169,5 @@ for _name in _OPERATORS.split():
         _method = functools.partialmethod(RemoteObject._reckoned, _what, _name)
         setattr(RemoteObject, f"__{_side}{_name.strip('_')}__", _method)
 DOC = vars(RemoteObject)["__doc__"]
-"""Docstring of `RemoteObject`. Each class made under it needs its own, since a class statement sets one."""
+"""Property `__doc__` of `RemoteObject`, which asks the program. Each subclass must be given it anew, since making a
+class sets its `__doc__`."""

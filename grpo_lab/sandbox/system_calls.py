@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Names and numbers; x86_64/aarch64 where these differ, - where there is none.
-_FILES = (  # of files that could be opened; what is in them, names, sizes
+# Names and numbers of the calls that are always allowed: "x86_64/aarch64" where the numbers differ, "-" where there is
+# none.
+_FILES = (  # on files: which of them can be opened is for the other walls
     "read 0/63  write 1/64  open 2/-  close 3/57  stat 4/-  fstat 5/80  lstat 6/-  newfstatat 262/79  statx 332/291  "
     "lseek 8/62  readv 19/65  writev 20/66  pread64 17/67  pwrite64 18/68  preadv 295/69  pwritev 296/70  "
     "preadv2 327/286  pwritev2 328/287  openat 257/56  access 21/-  faccessat 269/48  faccessat2 439  dup 32/23  "
@@ -49,7 +50,9 @@ _ITSELF = (  # of this process alone
     "rt_sigprocmask 14/135  rt_sigreturn 15/139  rt_sigpending 127/136  rt_sigtimedwait 128/137  "
     "rt_sigsuspend 130/133  sigaltstack 131/132  restart_syscall 219/128"
 )
-_IN_A_VIEW = (  # of files by name, which Landlock does not look at (`truncate` before its version 3)
+# Allowed only in a view of the jail's own files. These change files, and Landlock does not check them (`truncate` only
+# from its version 3 on).
+_IN_A_VIEW = (
     "truncate 76/45  chmod 90/-  fchmod 91/52  fchmodat 268/53  utime 132/-  utimes 235/-  futimesat 261/-  "
     "utimensat 280/88"
 )
@@ -89,7 +92,8 @@ class Argument:
     wanted: bool = True
 
     def code(self, allow: bytes) -> bytes:
-        """Return instructions that go on with ``allow`` if the condition holds, and past its end if not."""
+        """Return instructions that check the condition, followed by ``allow``: these instructions are run if it holds,
+        and skipped if not."""
         load = _one(_LOAD, _ARGUMENTS_AT + 8 * self.place)
         if self.mask != _ANY:
             load += _one(_AND, self.mask)
@@ -123,8 +127,11 @@ _FILE_KIND, _PIPE = 0o170000, 0o010000
 
 
 def _looked_at(own_pid: int) -> Iterator[tuple[str, list[list[Argument]]]]:
-    """Yield the calls that their arguments decide: name and numbers, and the alternatives that allow one. All
-    conditions of an alternative must hold."""
+    """Yield the calls that are allowed only with certain arguments.
+
+    Each is its name and numbers, and a list of alternatives; a call is allowed if all conditions of one alternative
+    hold. ``own_pid``: the process that may signal itself.
+    """
     itself = (0, own_pid)
     yield "futex 202/98", [[Argument(1, _FUTEX, _FUTEX_OPERATION)]]
     yield "fcntl 72/25", [[Argument(1, _FCNTL)], [Argument(1, (_F_SETFL,)), Argument(2, (0,), _O_ASYNC)]]
@@ -145,7 +152,7 @@ def _looked_at(own_pid: int) -> Iterator[tuple[str, list[list[Argument]]]]:
 
 
 def numbers(calls: str) -> dict[str, int]:
-    """Return name → number of the system calls in such a text, for those that this machine has."""
+    """Return name → number of the system calls in a text such as ``_FILES``, for those that this machine has."""
     here = 0
     if platform.machine() != "x86_64":
         here = -1
@@ -155,6 +162,7 @@ def numbers(calls: str) -> dict[str, int]:
 
 
 def _one(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+    """Return one BPF instruction: operation, operand, and how many instructions are skipped after a comparison."""
     return struct.pack("HBBI", code, yes, no, value)
 
 
@@ -163,11 +171,13 @@ def _refuse(error: int) -> bytes:
 
 
 def _where(call: int, code: bytes) -> bytes:
-    """Return instructions that run ``code`` for this call alone; ``code`` itself returns."""
+    """Return instructions that run ``code`` if the system call has the number ``call``, and skip it if not. ``code``
+    itself ends the filter."""
     return _one(_JEQ, call, 0, len(code) // 8) + code
 
 
 def _any_of(ways: Iterable[list[Argument]]) -> bytes:
+    """Return instructions that allow a call if all conditions of one of ``ways`` hold, and else refuse it."""
     parts = []
     for way in ways:
         code = _one(_RETURN, _ALLOW)
@@ -178,8 +188,8 @@ def _any_of(ways: Iterable[list[Argument]]) -> bytes:
 
 
 def seccomp_filter(own_pid: int, *, view: bool) -> bytes:
-    """Return the filter's instructions for the process ``own_pid``. ``view``: it can only see files of its own jail, so
-    it may set modes and times by name."""
+    """Return the instructions of the seccomp filter for the process ``own_pid``. ``view``: the process sees no files
+    but those of its own jail, so it may also make the calls of ``_IN_A_VIEW``."""
     parts = [_one(_LOAD, _ARCH_AT), _one(_JEQ, ARCHES[platform.machine()], 1, 0), _one(_RETURN, _KILL)]
     parts.append(_one(_LOAD, _NUMBER_AT))
     for calls, ways in _looked_at(own_pid):

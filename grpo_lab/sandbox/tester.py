@@ -1,7 +1,9 @@
 """Run a row's tests against a program in another process, and report each result on a separate pipe.
 
-Names that neither the tests nor Python define are the program's, and are asked for over the channel. The model's code
-never runs in this process, so it cannot patch, trace, skip or read a test.
+``compiled`` parses the tests and marks each of them: the statement becomes the block of ``with __one_test__():``.
+``Run`` executes the result in the namespace ``Names``. Names that neither the tests nor Python define are the
+program's, and are asked for over the channel (``remote.Program``). The model's code never runs in this process, so it
+cannot patch, trace, skip or read a test.
 
 A *test* is a statement that asserts or raises: at the top of the text, in ``check``, or a function ``test_…`` as a
 whole. If there is none, a statement that is a call is a test. If ``check`` is called more than once, each statement
@@ -40,7 +42,14 @@ class _Enough(BaseException):
 
 
 class Run:
-    """Run of one program's tests. ``report`` gets ``1`` or ``0`` per test, then ``.`` after all of them."""
+    """Run of one program's tests.
+
+    Args:
+        program: the program.
+        report: function that is called with ``1`` or ``0`` for each test, then ``.`` after all of them; or with ``?``
+            and the reason, if the tests turn out to be unusable.
+        stop_early: whether to end at the first test that fails.
+    """
 
     def __init__(self, program: Program, report: Callable[[bytes], Any], stop_early: bool) -> None:
         self.program = program
@@ -49,7 +58,8 @@ class Run:
 
     @contextlib.contextmanager
     def unit(self) -> Iterator[None]:
-        """Run one test as the block of ``with __one_test__():`` and report it; its exceptions end here."""
+        """Run one test, the block of ``with __one_test__():``, and report it. An exception of the block fails the test
+        and is not raised, unless it ends the run or makes the tests unusable."""
         passed = True
         try:
             yield
@@ -64,7 +74,15 @@ class Run:
             raise _Enough
 
     def tests(self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str]) -> None:
-        """Load the program's text, then run the tests' code. An error between two tests ends the run."""
+        """Load the program, then run tests of the kind ``assertions``. An error between two tests ends the run.
+
+        Args:
+            code: the marked tests (``compiled``).
+            entry_point: name of the program's function to test, which the tests then see under this name even if it is
+                one of Python's.
+            source: the program.
+            called: names that the tests only call (``compiled``).
+        """
         try:
             self.program.load(source)
             names = Names(self.program, called)
@@ -81,7 +99,8 @@ class Run:
                 self.report(b"?" + ascii(str(error)).encode()[:300])
 
     def calls(self, pairs: Sequence[Sequence[Any]], entry_point: str, source: str) -> None:
-        """Test a function by input/output pairs: ``entry_point(*input) == output``."""
+        """Load the program ``source``, then run tests of the kind ``calls``: in each of ``pairs`` the first entry has
+        the arguments of ``entry_point``, and the result must be one of the further entries (``same``)."""
         try:
             self.program.load(source)
             owner, dot, name = entry_point.partition("().")
@@ -99,7 +118,8 @@ class Run:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Return whether two values are equal in JSON's terms: tuples count as lists, and a dictionary's keys as texts."""
+    """Return whether two values are equal, by ``==`` or as JSON: tuples count as lists, and numbers that are keys of a
+    dictionary as texts."""
     return bool(value == expected) or _as_json(value) == _as_json(expected)
 
 
@@ -114,7 +134,8 @@ def _as_json(value: Any) -> Any:
 
 
 class Names(dict[str, Any]):
-    """The tests' own names, Python's, standard library modules (except names in ``called``), then the program's."""
+    """Namespace in which the tests run. A name is looked up among the tests' own, Python's built-ins, the standard
+    library's modules (which need no import; a name in ``called`` means none), and the program's."""
 
     def __init__(self, program: Program, called: frozenset[str]) -> None:
         super().__init__({"__name__": "__main__", "__builtins__": builtins})
@@ -138,7 +159,14 @@ class Names(dict[str, Any]):
 
 
 def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, frozenset[str]]:
-    """Compile the tests with every one marked; return the code, their number, and the names that they only call."""
+    """Compile tests of the kind ``assertions``, each of them marked.
+
+    Returns:
+        The code, the number of tests, and the names that the text only calls.
+
+    Raises:
+        NoTests: the text is no Python, contains no test, or asks nothing of a program.
+    """
     try:
         tree = ast.parse(tests)
         if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
@@ -172,7 +200,8 @@ def _only_called(tree: ast.Module) -> frozenset[str]:
 
 
 def _asked_for(tree: ast.Module, called: frozenset[str]) -> set[str]:
-    """Return the names that the tests use and neither they nor Python define, and ``solution`` if they import it."""
+    """Return the names that must come from the program: those that the tests use and neither they nor Python define,
+    and ``solution`` if they import it. ``called``: names that mean no module."""
     nodes = list(ast.walk(tree))
     used = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
     made = {one.id for one in nodes if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
@@ -185,13 +214,15 @@ def _asked_for(tree: ast.Module, called: frozenset[str]) -> set[str]:
 
 
 def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Replace ``if __name__ == "__main__":`` by its body: skipped, it would be a test that passes."""
+    """Replace each ``if __name__ == "__main__":`` by its body. Skipped, it would be a test that passes."""
     guard = ast.dump(ast.parse('__name__ == "__main__"', mode="eval").body)
     guarded = [isinstance(one, ast.If) and ast.dump(one.test) == guard for one in body]
     return [part for one, inside in zip(body, guarded) for part in (one.body if inside else [one])]  # type: ignore[attr-defined]
 
 
 def _marked_module(body: list[ast.stmt], entry_point: str | None) -> list[ast.stmt]:
+    """Mark the tests of a whole text (this module's docstring says what is a test). A function ``check`` that nothing
+    calls is called with ``entry_point``, and functions ``test…`` without arguments are called."""
     check = next((one for one in body if isinstance(one, ast.FunctionDef) and one.name == "check"), None)
     if check is not None and entry_point is not None and not _calls(body, "check"):
         call = ast.parse(f"check({entry_point})").body[0]
@@ -211,22 +242,25 @@ def _marked_module(body: list[ast.stmt], entry_point: str | None) -> list[ast.st
 
 
 def _marked(body: list[ast.stmt], calls_too: bool = True) -> list[ast.stmt]:
+    """Mark the statements that can fail; if there is none and ``calls_too``, those that are a call."""
     asserting = [one for one in body if _asserts(one)]
     chosen = asserting or [one for one in body if calls_too and _is_call(one)]
     return [_unit(one) if one in chosen else one for one in body]
 
 
 def _unit(statement: ast.stmt) -> ast.stmt:
+    """Mark a statement as one test: put it into ``with __one_test__():``."""
     call = ast.Call(func=ast.Name(id=UNIT, ctx=ast.Load()), args=[], keywords=[])
     return ast.copy_location(ast.With(items=[ast.withitem(context_expr=call)], body=[statement]), statement)
 
 
 def _asserts(statement: ast.stmt) -> bool:
+    """Return whether a statement can fail when it is executed; a definition cannot."""
     return not isinstance(statement, _DEFINES) and _asserts_inside(statement)
 
 
 def _asserts_inside(statement: ast.stmt) -> bool:
-    """Return whether a statement can fail: by ``raise``, or an assertion other than ``assert True``."""
+    """Return whether a ``raise``, or an assertion other than ``assert True``, stands in a statement."""
     nodes = list(ast.walk(statement))
     asserted = [one.test for one in nodes if isinstance(one, ast.Assert)]
     vain = [one for one in asserted if isinstance(one, ast.Constant) and one.value]
@@ -238,25 +272,36 @@ def _is_call(statement: ast.stmt) -> bool:
 
 
 def _calls(body: list[ast.stmt], name: str) -> list[ast.Name]:
+    """Return where the function ``name`` is called outside of functions."""
     outside = [one for one in body if not isinstance(one, ast.FunctionDef)]
     calls = [n.func for one in outside for n in ast.walk(one) if isinstance(n, ast.Call)]
     return [function for function in calls if isinstance(function, ast.Name) and function.id == name]
 
 
 def _called_once(body: list[ast.stmt], name: str) -> bool:
-    """Return whether one statement is a call of the function, and nothing else names it. A comprehension would call it
-    often, and it may call itself. Otherwise each statement that calls it is a test, as its inner tests would be more
-    than are counted."""
+    """Return whether one statement is a call of the function, and nothing else names it.
+
+    Only then are the statements in the function run once, and can be counted as tests. A comprehension would call it
+    often, and it may call itself.
+    """
     calls = [one.value for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)]
     alone = [one for one in calls if isinstance(one.func, ast.Name) and one.func.id == name]
     return len(alone) == _uses(body, name) == 1
 
 
 def _uses(body: list[ast.stmt], name: str) -> int:
+    """Count how often ``name`` stands in some statements."""
     return sum(isinstance(node, ast.Name) and node.id == name for one in body for node in ast.walk(one))
 
 
 def run(job: dict[str, Any], channel: int, report: int) -> None:
+    """Entry point of the tester's jail: run a job's tests.
+
+    Args:
+        job: ``kind``, ``tests``, ``entry_point``, ``program`` and ``stop_early`` (``judge.judge``).
+        channel: descriptor of the socket to the program.
+        report: descriptor that the signs of ``Run`` are written to.
+    """
     random.seed(0)  # tests that draw their cases draw the same ones for every program
     sys.setrecursionlimit(RECURSION)
     one_run = Run(Program(channel), lambda sign: os.write(report, sign), job["stop_early"])

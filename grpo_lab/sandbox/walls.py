@@ -34,7 +34,7 @@ _THREADS = 256
 _SYSTEM = "/usr /lib /lib32 /lib64 /bin /nix/store /etc/ld.so.cache /etc/localtime /etc/alternatives"
 _DEVICES = "/dev/null /dev/zero /dev/full /dev/random /dev/urandom"
 INSIDE = "/tmp"
-"""Path of the empty folder as the jailed process sees it."""
+"""Path of the jail's empty folder, behind ``namespaces`` as the jailed process sees it."""
 INTERPRETER = os.path.realpath(sys.executable)
 """Python interpreter that runs programs: this one, without its virtual environment."""
 _PREFIX = os.path.realpath(sys.base_prefix)
@@ -42,7 +42,16 @@ _PREFIX = os.path.realpath(sys.base_prefix)
 
 @dataclass(frozen=True)
 class Cell:
-    """The walls and the folder of a jailed process, and the resources that it may use."""
+    """The walls of a jailed process, its folder, and what it may use.
+
+    Attributes:
+        walls: names of the walls that are put up, out of ``WALLS``.
+        folder: path of its empty folder.
+        cpu_seconds: processor seconds, rounded up to whole ones.
+        memory_bytes: address space.
+        file_bytes: size of one file.
+        folder_bytes: size of the whole folder; holds behind ``namespaces`` only.
+    """
 
     walls: frozenset[str]
     folder: str
@@ -53,8 +62,8 @@ class Cell:
 
 
 def enter_namespaces() -> None:
-    """Enter new namespaces in the watching process: its next child is the first process in them. The child makes its
-    mount namespace in ``put_up``."""
+    """Enter new namespaces, in the watcher: its next child is the first process in them. The mount namespace is made by
+    that child, in ``put_up``."""
     if os.geteuid() == 0:
         with contextlib.suppress(OSError):  # no CAP_SYS_ADMIN, as in a container: a user namespace may be allowed
             kernel.unshare(_NAMESPACES)
@@ -68,15 +77,17 @@ def enter_namespaces() -> None:
 
 
 def job_user(job: int) -> int:
-    """Return a user id that no other job has, so that its processes can be counted."""
+    """Return a user id that no other running job has, so that the kernel can count and find its processes. ``job``: pid
+    of its watcher."""
     return 1_000_000_000 + job % 100_000_000
 
 
 def become(user: int) -> None:
+    """Change this process to the user and group of that number; to ``nobody`` if a container does not map it."""
     os.setgroups([])
     try:
         _set_ids(user)
-    except OSError:  # a container that maps few ids
+    except OSError:
         _set_ids(_NOBODY)
 
 
@@ -86,8 +97,8 @@ def _set_ids(number: int) -> None:
 
 
 def put_up(cell: Cell, job: int) -> None:
-    """Put the walls up in the jailed process, right before its task; from here on it dies with its parent. Raises
-    ``OSError`` if a wall cannot be put up."""
+    """Put up the walls of ``cell`` around this process, right before its task; from then on it dies with its parent.
+    ``job``: see ``job_user``. Raises ``OSError`` if a wall cannot be put up."""
     walls = cell.walls
     folder = cell.folder
     if "namespaces" in walls:
@@ -96,7 +107,7 @@ def put_up(cell: Cell, job: int) -> None:
         folder = INSIDE
     else:
         os.chdir(folder)
-    counted = "namespaces" in walls or "user" in walls  # elsewhere the user's other processes would count
+    counted = "namespaces" in walls or "user" in walls  # else the limit would count other processes of this user
     _limit(cell, (_THREADS if "seccomp" in walls else _PROCESSES) if counted else None)
     if "user" in walls:
         become(job_user(job))
@@ -112,6 +123,8 @@ def put_up(cell: Cell, job: int) -> None:
 
 
 def _limit(cell: Cell, processes: int | None) -> None:
+    """Set the resource limits of this process, with at most ``processes`` processes and threads (None: as before), and
+    reset its signal handlers."""
     cpu_seconds = max(1, math.ceil(cell.cpu_seconds))
     wanted = {
         resource.RLIMIT_CPU: cpu_seconds + 1,
@@ -139,14 +152,16 @@ def _limit(cell: Cell, processes: int | None) -> None:
 
 
 def _readable() -> list[str]:
-    """Return the paths that can be read inside. Symbolic links stay links."""
+    """Return the paths that can be read in a jail: the system's libraries, Python and a few devices. Symbolic links are
+    not resolved."""
     inside = any(place == _PREFIX or _PREFIX.startswith(place + "/") for place in _SYSTEM.split())
     places = [place for place in _SYSTEM.split() if os.path.lexists(place)] + ([] if inside else [_PREFIX])
     return places + [place for place in _DEVICES.split() if os.path.exists(place)]
 
 
 def _enter_view(folder_bytes: int) -> None:
-    """Make a restricted view this process's file system. It needs its own mount namespace and the right to mount."""
+    """Replace this process's file system by a view of the readable paths and an empty ``/tmp`` of ``folder_bytes``. The
+    process needs its own mount namespace and the right to mount."""
     new = tempfile.gettempdir()
     wanted = _readable()
     sources = {place: os.open(place, os.O_PATH | os.O_CLOEXEC) for place in wanted if not os.path.islink(place)}
@@ -161,7 +176,7 @@ def _enter_view(folder_bytes: int) -> None:
             os.close(os.open(target, os.O_CREAT | os.O_CLOEXEC, 0o600))
         kernel.mount(f"/proc/self/fd/{source}", target, None, kernel.MS_BIND | kernel.MS_REC)
         os.close(source)
-        # a device, too: writing into it does not change the file system
+        # devices too: they can be written to all the same
         kernel.make_read_only(target, below=True)
     for place, end in links.items():
         os.makedirs(os.path.dirname(new + place), exist_ok=True)

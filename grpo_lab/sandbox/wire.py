@@ -26,10 +26,11 @@ from typing import Any
 MOST_BYTES = 32 << 20
 """Largest message that is read, in bytes."""
 MOST_DEPTH = 900
+"""Deepest nesting of containers that is sent as data; what lies deeper is sent as a reference."""
 RECURSION = 10_000
 """Recursion limit on both sides. A dictionary takes three levels of JSON."""
 HEADER = struct.Struct(">I")
-"""The length of a message, which is sent before it."""
+"""Form of the length in bytes that precedes each message."""
 _SAFE_INT = 1 << 53
 _LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 _OPAQUE = ("object", "function", "iterator", "name")
@@ -41,7 +42,8 @@ _TYPES: dict[str, Any] = {
 }
 _WRITTEN = dict.fromkeys(("bytes", "bytearray"), ("builtins", "hex", "fromhex"))
 _WRITTEN |= dict.fromkeys(("datetime", "date", "time"), ("datetime", "isoformat", "fromisoformat"))
-"""Class → its module, and its methods that write a text and read it. A ``datetime`` is a ``date``, too: first."""
+"""Class → its module, and its methods that write a text and read it. ``datetime`` must stand before ``date``, from
+which it derives."""
 _PARTS = {"complex": ("builtins", "real imag"), "range": ("builtins", "start stop step")}
 _PARTS |= {"Fraction": ("fractions", "numerator denominator"), "timedelta": ("datetime", "days seconds microseconds")}
 """Class → its module, and what it is made of, in the order of its arguments."""
@@ -67,6 +69,7 @@ class Channel:
         self.fd = fd
 
     def send(self, message: Any) -> None:
+        """Send a message. Raises ``Broken`` if the other side is gone, ``OverflowError`` if it is too long."""
         left = memoryview(frame(message))
         try:
             while left:
@@ -75,6 +78,7 @@ class Channel:
             raise Broken(str(error)) from None
 
     def receive(self) -> Any:
+        """Wait for a message and return it. Raises ``Broken`` if none comes, or it is no JSON or too long."""
         (length,) = HEADER.unpack(self._exactly(HEADER.size))
         if length > MOST_BYTES:
             raise Broken("a message that is too long")
@@ -97,7 +101,8 @@ class Channel:
 
 
 def pack(value: Any, opaque: Any, depth: int = 0) -> Any:
-    """Return ``value`` as JSON data; anything that is no plain data is replaced by ``opaque(value)``."""
+    """Return ``value`` in the JSON form of this module. In the place of anything in it that is no plain data stands
+    ``opaque(value)``."""
     if value is None or isinstance(value, bool | str):
         if type(value) in (bool, type(None)):
             return value
@@ -153,20 +158,21 @@ def _pack_dict(value: dict[Any, Any], opaque: Any, depth: int) -> Any:
 
 
 def _pack_named(value: Any, opaque: Any, depth: int) -> Any:
-    """Return a named tuple as its values and a reference, by which it comes back as the same object."""
+    """Return a named tuple as its values and a reference to it (None if ``opaque`` gives none). One that came from the
+    other side is sent back as its reference alone."""
     try:
         reference = opaque(value)
-    except (TypeError, ValueError):  # the tests' own
+    except (TypeError, ValueError):  # it was made by the tests
         reference = None
     if reference is not None and isinstance(reference["object"], int):
-        return reference  # the program's, on its way back
+        return reference  # the tester sends the program's own back
     fields = [str(one) for one in value._fields]
     return {"named": [type(value).__name__, fields, [pack(one, opaque, depth) for one in tuple(value)], reference]}
 
 
 def _is_a(value: Any, module: str, name: str) -> bool:
-    """Return whether ``value`` is of a class of ``module``. The module is not imported here, for a fast start; nobody
-    has such a value unless it is loaded."""
+    """Return whether ``value`` is of the class ``name`` of ``module``. The module is not imported for it, so that a
+    jail starts fast: nobody has such a value unless it is loaded."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
 
@@ -239,8 +245,8 @@ def _unpack(data: Any, opaque: Any) -> Any:
 
 
 def pack_error(error: BaseException, again: int | None = None) -> Any:
-    """Return an exception as data: its classes, text, plain arguments and attributes. ``again``: its number on the
-    other side, if it came from there."""
+    """Return an exception as data: its classes, text, plain arguments and attributes. ``again``: its number among the
+    tests' own errors, if it is one of those (``remote.Program``)."""
     kinds = [[str(kind.__module__), kind.__name__] for kind in type(error).__mro__]
     try:
         text = str(error)[:1000]
@@ -273,7 +279,8 @@ def refuse(value: Any) -> Any:
 
 
 def refuse_tag(tag: str, inside: Any) -> Any:
-    """Raise ``Broken``, as the same for ``unpack``; a named tuple becomes a tuple."""
+    """Raise ``Broken`` for a reference; return a named tuple as a plain one. Passed to ``unpack`` as ``opaque`` where
+    only plain data is allowed."""
     if tag == "named":
         return tuple(inside[2])
     raise Broken(f"{tag} where only plain data is taken")

@@ -61,13 +61,15 @@ class Limits:
 
 
 def _how(code: int) -> str:
+    """Say how a process with this exit code ended (−n: by signal n)."""
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
 
 
 class ForkServerProcess:
-    """The child process (`fork_server.main`) that imports the handler, which takes a while, then forks the workers."""
+    """The trainer's handle on its fork server, the child process that imports a handler and forks the workers
+    (`fork_server.main`). Starting it does not wait for the imports."""
 
     def __init__(self, handler: str, limits: Limits) -> None:
         self._limits = limits
@@ -88,7 +90,8 @@ class ForkServerProcess:
             )
 
     def fork(self) -> WorkerProcess:
-        """Return a new worker, which is ready once the imports are done; it is `lost` if this process has ended."""
+        """Ask for a new worker and return it at once; it is ready when the imports are done. If the fork server has
+        ended, the worker's first message is `lost`."""
         self._count += 1
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):
@@ -96,7 +99,7 @@ class ForkServerProcess:
         return WorkerProcess(self, self._count, ours, self._limits)
 
     def ended(self) -> str:
-        """Return how the process ended; empty if it was killed from outside, or still runs."""
+        """Return how the fork server ended, in words; empty if it was killed from outside, or still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets close a moment before it ends
             code = self.process.wait(_ANSWER_SECONDS)
             if -code in FROM_OUTSIDE:
@@ -118,7 +121,7 @@ class ForkServerProcess:
             self.end(at_once=True)
 
     def end(self, at_once: bool = False) -> None:
-        """End this process and all workers, and reap it. `at_once`: do not wait for its imports."""
+        """End the fork server and all workers, and reap it. `at_once`: kill it without waiting for its imports."""
         with contextlib.suppress(OSError):  # `close` alone has no effect while a fork of the trainer has it too
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
@@ -130,7 +133,14 @@ class ForkServerProcess:
 
 
 class WorkerProcess:
-    """A worker process. `pid` is known once it has said that it is ready; `deadline` is in monotonic seconds."""
+    """The trainer's handle on one worker process.
+
+    Attributes:
+        pid: process id; None until the worker has said that it is ready.
+        since: when its job was sent, or the worker asked for, in monotonic seconds.
+        share: share of a job's time limits that its job got.
+        deadline: when it must have answered, in monotonic seconds.
+    """
 
     def __init__(self, server: ForkServerProcess, number: int, channel: socket.socket, limits: Limits) -> None:
         self.server = server
@@ -147,7 +157,8 @@ class WorkerProcess:
         return self._channel.fileno()
 
     def send(self, payload: Any, share: float) -> bool:
-        """Send a job and start its clock, for ``share`` of a job's time limits. Return False if the process ended."""
+        """Send a job and start its clock, with ``share`` of a job's time limits. Return False if the worker has
+        ended."""
         if select.select([self], [], [], 0)[0]:
             return False  # nothing was asked, so this says that it ended
         self.since = time.monotonic()
@@ -161,8 +172,11 @@ class WorkerProcess:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the reply of a readable worker, or None while it is incomplete. If the process has ended, the reply is
-        a `crash`, a `timeout`, `killed` (from outside, by none of its limits) or `lost` (with its fork server)."""
+        """Return the next message of a worker with readable data, None while the message is incomplete.
+
+        Messages are those of `fork_server`. If the process has ended, its exit is turned into `crash`, `timeout`,
+        `killed` (from outside, by none of its limits) or `lost` (together with its fork server).
+        """
         try:
             chunk = self._channel.recv(1 << 16)
         except OSError:
