@@ -1,10 +1,10 @@
 """`model.generate` with compiled forwards of few shapes, where kernel launches take most of a token's time.
 
-Keys and values are kept in one buffer (`StaticRoom`), whose length is a power of two. So is the number of rows of a
-batch: it is padded with copies of a row that end at once, and shrinks when half of the rows have ended. So the forward
-of a token has few shapes, each of which torch compiles and captures once. transformers' own `generate` makes the tokens
-with its own static cache, `STRETCH` at a time. A token is drawn from its row's distribution alone, as in
-`generate_by_groups`; which one is drawn differs.
+Keys and values are kept in one buffer (`StaticRoom`), whose length is a power of two. The number of rows is one, too:
+a batch is padded with copies of a row, whose tokens are not used, and halved when half of its rows have ended. So the
+forward of a token has few shapes, each of which torch compiles and captures once. transformers' own `generate` makes
+the tokens with its own static cache, `STRETCH` tokens at a time. A token is drawn from its row's distribution alone, as
+in `generate_by_groups`, but with other random numbers.
 """
 
 from __future__ import annotations
@@ -49,12 +49,19 @@ class CompiledGenerate:
         generation_config: GenerationConfig,
         **more: Any,
     ) -> Tensor:
-        """Return left-padded prompts ``[B, L]`` with their completions, ``[B, L + T]``.
+        """Complete prompts, as ``model.generate`` does.
 
-        The form is that of ``stock``, the ``generate`` of ``model``.
+        Args:
+            stock: the model's own ``generate``, which makes each stretch of tokens.
+            input_ids: prompts ``[B, L]``, padded on the left.
+            attention_mask: 1 for a token, 0 for padding ``[B, L]``.
+            more: ``logits_processor``, handed on to ``stock``, and ``disable_compile``, which is ignored.
+
+        Returns:
+            Prompts and completions ``[B, L + T]``.
 
         Raises:
-            ValueError: if `refuse_compiled` finds a reason against compiled forwards.
+            ValueError: `refuse_compiled` finds a reason against compiled forwards.
         """
         refuse_compiled(model, generation_config, more)
         said = filled_config(generation_config, model)
@@ -102,7 +109,8 @@ class CompiledGenerate:
         return result[:, :longest]
 
     def _room_for(self, read: Any, rows: int, length: int, model_config: Any) -> StaticRoom:
-        """Return the room of the last call if it has this size, else replace it by a new one."""
+        """Return the buffer of the last call if it has ``rows`` rows of ``length`` tokens, and the dtype and device of
+        the cache ``read``; else replace it by a new one."""
         like = read.layers[0].keys
         size = (rows, length, like.dtype, like.device)
         if self.room is None or self.room.size != size:
@@ -116,7 +124,8 @@ INSTEAD = "leave it out, or set it to 'stock'"
 
 
 def refuse_compiled(model: Any, config: GenerationConfig, more: Mapping[str, Any] | None = None) -> None:
-    """Raise ValueError where completions cannot be made by compiled forwards."""
+    """Raise ValueError if completions cannot be made by compiled forwards, because of the model, the generation config,
+    or an argument of ``generate`` in ``more`` that is not served."""
     beside = {name: value for name, value in (more or {}).items() if name not in _SERVED}
     reason = not_by_groups(model, config, beside)
     if reason is None and not getattr(model, "_can_compile_fullgraph", False):
@@ -125,7 +134,7 @@ def refuse_compiled(model: Any, config: GenerationConfig, more: Mapping[str, Any
         raise ValueError(f"{REFUSED} {reason}; {INSTEAD}")
 
 
-#: Arguments of ``generate`` that are passed on.
+#: Arguments of ``generate`` that are served.
 _SERVED = {"logits_processor", "disable_compile"}
 
 
@@ -136,9 +145,14 @@ def power_of_two(least: int) -> int:
 
 @dataclass(frozen=True)
 class _OpenRows:
-    """Rows of a batch that is being generated; their number b is a power of two. ``ids`` and ``mask`` are ``[b, S]``.
-    ``rows``, long ``[b]``, has each row's index in the result; ``live``, bool ``[b]``, whether its tokens still go
-    there."""
+    """Rows of a batch that is being generated; their number b is a power of two.
+
+    Attributes:
+        ids: tokens so far ``[b, S]``.
+        mask: attention mask ``[b, S]``.
+        rows: each row's index in the result, long ``[b]``.
+        live: whether the row's tokens are still written to the result, bool ``[b]``: it has not ended, and is no copy.
+    """
 
     ids: Tensor
     mask: Tensor
@@ -152,7 +166,7 @@ class _OpenRows:
         return cls(ids, mask, rows, torch.ones_like(rows, dtype=torch.bool)).of_rows(_filled_up(rows))
 
     def of_rows(self, kept: Tensor) -> _OpenRows:
-        """Select rows by index. Where an index is repeated, only the first copy stays live."""
+        """Select rows by the indices ``kept``: ascending, then copies of the first. The copies are not live."""
         again = torch.zeros_like(kept, dtype=torch.bool)
         again[1:] = kept[1:] <= kept[:-1]
         return _OpenRows(self.ids[kept], self.mask[kept], self.rows[kept], self.live[kept] & ~again)
@@ -167,7 +181,8 @@ class _OpenRows:
         )
 
     def halved(self) -> Tensor | None:
-        """Return indices of a smaller batch with all live rows. None if there is no smaller one, or no row is live."""
+        """Return indices of a smaller batch with all live rows. None if no power of two below b holds them, or if no
+        row is live."""
         live = self.live.nonzero().squeeze(1)
         if len(live) == 0 or power_of_two(len(live)) == len(self.rows):
             return None
@@ -180,8 +195,8 @@ def _filled_up(rows: Tensor) -> Tensor:
 
 
 class _EndsAtOnce(StoppingCriteria):  # type: ignore[misc]
-    """Criterion that counts rows that are not live as ended, so that a stretch is over when the live ones have
-    ended."""
+    """Stopping criterion that counts the rows ``ended``, bool ``[b]``, as ended from the start. So a stretch is over as
+    soon as all other rows have ended."""
 
     def __init__(self, ended: Tensor) -> None:
         self.ended = ended
@@ -191,9 +206,16 @@ class _EndsAtOnce(StoppingCriteria):  # type: ignore[misc]
 
 
 class StaticRoom:
-    """Keys and values ``[rows, heads, length, d]`` of every layer, and static caches over their first 1, 2, 4, … rows.
+    """Buffer for keys and values ``[rows, heads, length, d]`` of every layer, and static caches over its first 1, 2, 4,
+    … rows.
 
     A captured graph reads and writes fixed addresses, so all batches of one size share these tensors.
+
+    Args:
+        like: a cache whose layers have the heads, dtype and device to use.
+        rows: rows of the buffer.
+        length: tokens of a row.
+        model_config: the model's configuration.
     """
 
     def __init__(self, like: Any, rows: int, length: int, model_config: Any) -> None:
@@ -207,20 +229,21 @@ class StaticRoom:
         self._caches: dict[int, Any] = {}
 
     def fill(self, read: Any, rows: Tensor) -> None:
-        """Copy the prompts' keys and values from the cache ``read`` to the start of each row; set all else to 0."""
+        """Copy row ``rows[i]`` of the cache ``read``, a prompt's keys and values, to the start of row i of the buffer;
+        set all else to 0."""
         for whole, layer in zip(self._whole, read.layers, strict=True):
             for part, own in zip(whole, (layer.keys, layer.values), strict=True):
                 part.zero_()  # a masked key has no effect unless it is NaN
                 part[:, :, : own.size(2)] = own[rows]
 
     def choose(self, rows: Tensor, length: int) -> None:
-        """Copy the first ``length`` tokens of ``rows`` to the first rows of the room."""
+        """Copy the first ``length`` tokens of the rows ``rows`` to the first rows of the buffer."""
         for whole in self._whole:
             for part in whole:
                 part[: len(rows), :, :length] = part[rows, :, :length]
 
     def first(self, rows: int, length: int) -> Any:
-        """Return a cache over the first ``rows``, set to hold ``length`` tokens."""
+        """Return a transformers cache over the first ``rows`` rows that says it holds ``length`` tokens."""
         if rows not in self._caches:
             made = StaticCache(config=self._config, max_cache_len=self.size[1])
             made.layers = [_LayerInRoom(keys[:rows], values[:rows]) for keys, values in self._whole]
@@ -231,7 +254,7 @@ class StaticRoom:
 
 
 class _LayerInRoom(StaticLayer):  # type: ignore[misc]
-    """transformers' static layer, over tensors that exist already instead of its own."""
+    """transformers' static cache layer over tensors of the buffer instead of its own."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__(max_cache_len=keys.size(2))

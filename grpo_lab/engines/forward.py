@@ -14,10 +14,14 @@ Rows = Sequence[Sequence[int]]
 
 
 def forward_logprobs(model: Callable[..., Any], prompt_ids: Rows, completion_ids: Rows) -> list[list[float]]:
-    """Compute the completions' log-probs under a causal LM, in nats at temperature 1 (log-softmax in float32).
+    """Compute the log-prob of every completion token under a causal LM, in nats at temperature 1.
 
-    One forward over the batch ``[B, T]``, padded on the right, which a causal model does not attend to. The model must
-    be in evaluation mode (dropout). Under FSDP or ZeRO-3 every rank must call this at the same time.
+    The rows go through the model in one forward, a batch ``[B, T]`` padded on the right, where no token of a row
+    attends to padding. The log-softmax is computed in float32. The model must be in evaluation mode, since dropout
+    would change the result. Under FSDP or ZeRO-3 every rank must call this at the same time.
+
+    Returns:
+        Log-probs ``[row][token]``, one for each token of ``completion_ids``.
     """
     rows = [list(p) + list(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
     device = next(iter(model.parameters())).device  # type: ignore[attr-defined]

@@ -5,8 +5,8 @@
                     is written into the cache without copying it; on a CPU a draw takes one random number
 
 A row's computation and the distribution of its tokens are unchanged: transformers' own `generate` makes them, a stretch
-at a time, with transformers' own cache. The tokens that are drawn differ. And a repetition penalty does not take
-padding for text of the row, as transformers' own does.
+at a time, with transformers' own cache. Two things differ: the random numbers, and so the tokens that are drawn; and a
+repetition penalty, which in transformers takes padding for text of the row, and here does not.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _PER_TOKEN = {
     "renormalize_logits", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "disable_compile",
     "transformers_version", "_from_model_config",
 }  # fmt: skip
+#: Values at which other settings have no effect.
 _NEUTRAL = {
     "min_new_tokens": 0, "min_length": 0, "num_beams": 1, "num_return_sequences": 1, "num_beam_groups": 1,
     "diversity_penalty": 0.0, "length_penalty": 1.0, "encoder_repetition_penalty": 1.0,
@@ -56,9 +57,19 @@ def generate_by_groups(
     logits_processor: Any = None,
     **more: Any,
 ) -> Tensor:
-    """Complete left-padded prompts ``[B, L]``. Return prompts and completions ``[B, L + T]``, as ``stock``, the
-    ``generate`` of ``model``, does. If `not_by_groups` gives a reason, ``stock`` makes them; the reason is logged
-    once."""
+    """Complete prompts, as ``model.generate`` does.
+
+    If `not_by_groups` gives a reason, ``stock`` makes all completions by itself, and the reason is logged once.
+
+    Args:
+        stock: the model's own ``generate``, which makes each stretch of tokens.
+        input_ids: prompts ``[B, L]``, padded on the left; the rows of a group stand together.
+        attention_mask: 1 for a token, 0 for padding ``[B, L]``.
+        more: further arguments of ``generate``.
+
+    Returns:
+        Prompts and completions ``[B, L + T]``.
+    """
     asked = {"logits_processor": logits_processor, **more}
     said = filled_config(generation_config, model)
     width = input_ids.size(1)
@@ -105,9 +116,12 @@ def generate_by_groups(
 
 @contextmanager
 def one_number_a_draw() -> Iterator[None]:
-    """Let ``torch.multinomial(p, 1)`` on a CPU take one uniform number u of 53 bits a row, in this thread. It returns
-    the first token whose cumulated p is above u Σp. torch takes a number for each token of the vocabulary, a quarter of
-    a small model's generation time. Where p is not finite, torch's own draw runs and raises its error."""
+    """Replace ``torch.multinomial(p, 1)`` on a CPU, within the block and in this thread: it takes one uniform number u
+    of 53 bits per row, and returns the first token whose cumulated p is above u Σp.
+
+    torch's own takes one for each token of the vocabulary, a quarter of a small model's generation time. Where p is not
+    finite, torch's own is called and raises its error.
+    """
     thread = threading.get_ident()
     with _LOCK:
         if not +_INSIDE:
@@ -123,13 +137,15 @@ def one_number_a_draw() -> Iterator[None]:
                 torch.multinomial = _THEIRS
 
 
-#: torch's own function for draws. The next two hold which threads are inside `one_number_a_draw`, and how deep.
+#: torch's own function for draws.
 _THEIRS = torch.multinomial
+#: Thread → how many blocks of `one_number_a_draw` it is in, and the lock of this count.
 _LOCK = threading.Lock()
 _INSIDE = Counter[int]()
 
 
 def _draw(probs: Tensor, num_samples: int, *rest: Any, **more: Any) -> Tensor:
+    """Stand in for ``torch.multinomial``: draw as `one_number_a_draw` says, and call torch's own in all other cases."""
     ours = num_samples == 1 and probs.device.type == "cpu" and _INSIDE[threading.get_ident()] > 0
     if not ours or rest or more:
         return _THEIRS(probs, num_samples, *rest, **more)
@@ -142,8 +158,9 @@ def _draw(probs: Tensor, num_samples: int, *rest: Any, **more: Any) -> Tensor:
 
 
 class _PenaltyOnText(LogitsProcessor):  # type: ignore[misc]
-    """transformers' repetition penalty, without a row's left padding. The padding is replaced by the row's first token,
-    which a penalty counts once. ``begins``: where each row's text begins."""
+    """transformers' repetition penalty without a row's left padding. The padding is replaced by the row's first token,
+    since a token is penalised once, however often it stands there. ``begins``: position of each row's first token, long
+    ``[b]``."""
 
     def __init__(self, penalty: float, begins: Tensor) -> None:
         self.stock = RepetitionPenaltyLogitsProcessor(penalty)
@@ -156,7 +173,8 @@ class _PenaltyOnText(LogitsProcessor):  # type: ignore[misc]
 
 
 def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str | None:
-    """Return the reason why transformers' ``generate`` must make the completions alone; None if there is none."""
+    """Return the reason why transformers' ``generate`` must make the completions by itself; None if there is none.
+    ``more``: arguments of ``generate`` beside the tokens and the config."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
 
@@ -216,14 +234,15 @@ def filled_config(config: GenerationConfig, model: Any) -> GenerationConfig:
 
 
 def _asked(config: GenerationConfig) -> set[str]:
-    """Name the settings whose effect depends on where a completion began, or on several rows. Each stretch of `STRETCH`
-    tokens would begin them anew."""
+    """Return the names of settings that a config asks for and whose effect depends on where a completion began, or on
+    several rows. Each stretch of `STRETCH` tokens would begin them anew."""
     said = config.to_diff_dict().items()
     names = {name for name, value in said if not (value is None or value is False or value == _NEUTRAL.get(name))}
     return names - _PER_TOKEN
 
 
 def ends_of(config: GenerationConfig) -> list[int]:
+    """Return the ids of the tokens that end a completion."""
     ends = config.eos_token_id
     if ends is None:
         return []
@@ -231,8 +250,18 @@ def ends_of(config: GenerationConfig) -> list[int]:
 
 
 def prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> DynamicCache | None:
-    """Return the cache of all rows without their last token, which the first stretch reads. Each group's prompt is read
-    once; its keys and values are copied to the group's rows. None: the model did not cache exactly these tokens."""
+    """Return a cache with the keys and values of all prompts without their last token, which the first stretch reads.
+
+    Each group's prompt goes through the model once; its keys and values are copied to the group's rows.
+
+    Args:
+        ids: prompts ``[B, L]``, padded on the left.
+        mask: their attention mask ``[B, L]``.
+        room: how many more tokens a row may get.
+
+    Returns:
+        The cache; None if the model did not cache exactly these tokens.
+    """
     begins = torch.ones(ids.size(0), dtype=torch.bool, device=ids.device)
     begins[1:] = (ids[1:] != ids[:-1]).any(1) | (mask[1:] != mask[:-1]).any(1)
     cache = DynamicCache(config=model.config)
@@ -254,8 +283,9 @@ def prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> Dynam
 
 
 class _WithRoom(DynamicLayer):  # type: ignore[misc]
-    """transformers' cache layer with spare room: its tensors are the first part of larger ones, so a new token is
-    written behind the others without a copy. When there is no room left, it is doubled, to at most ``length`` tokens.
+    """transformers' cache layer with spare room: its tensors are the first part of larger ones (``whole``), so a new
+    token is written behind the others without a copy. When the room is used up, it grows to twice the tokens held, but
+    not beyond ``length`` tokens.
     """
 
     def __init__(self, length: int) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 
-#: Arguments of a chat template that `render_prompt` sets itself, as TRL's trainer does.
+#: Arguments of ``apply_chat_template`` that are not settings of a template: `render_prompt` or TRL's trainer sets them.
 RENDERING = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "padding",
     "return_dict", "return_tensors", "tokenize", "tools", "truncation",
@@ -31,7 +31,7 @@ TEMPLATE_CHARACTERS = 10_000_000
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion, what a policy wrote after a prompt.
+    """A completion: what a policy wrote after a prompt, with T tokens.
 
     ids             tokens [T], the end token included
     ended           whether an end token ended it; False: the limit of tokens cut it off
@@ -40,7 +40,7 @@ class Completion:
     mask            1 = sampled, 0 = inserted by a thinking budget or said by a tool, with NaN in ``logprobs`` [T];
                     None: all sampled
     messages        assistant's and tools' messages of a completion in turns; None: it is one text
-    columns         what rewards get of this completion alone, beside the columns of its row (``turns``, …)
+    columns         values of this completion that rewards get as further columns of its row (``turns``, …)
     """
 
     ids: list[int]
@@ -58,7 +58,8 @@ class Completion:
 
 
 class GenerationStopped(KeyboardInterrupt):
-    """Ctrl-C during generation. ``completions``: those that were finished, with None in the place of the others."""
+    """Raised for Ctrl-C during generation. ``completions``: [prompt][sample], with None for those that are not
+    finished."""
 
     def __init__(self, completions: Sequence[Sequence[Completion | None]]) -> None:
         super().__init__("stopped while completions were made")
@@ -66,10 +67,11 @@ class GenerationStopped(KeyboardInterrupt):
 
 
 class CompletionGenerator(Protocol):
-    """Samples n completions of each prompt (token ids, unpadded), in the order of the prompts.
+    """Samples n completions of each prompt (token ids, unpadded). Returns them as [prompt][sample].
 
-    Temperature 0.0 means greedy (then n is 1); nothing else changes the distribution. The same arguments give the same
-    completions, and the process-wide random state is left as it was. With ``seed=None`` the draws come from that state.
+    Temperature 0.0 means greedy (then n is 1); nothing else changes the distribution. With a ``seed`` the same
+    arguments give the same completions, and the process-wide random state is left as it was. With ``seed=None`` the
+    draws come from that state.
     """
 
     def __call__(
@@ -86,7 +88,8 @@ class RenderedPrompt:
 
 
 def check_template_kwargs(kwargs: Any, where: str = "chat_template_kwargs") -> None:
-    """Raise ValueError for settings of a chat template that would render prompts differently from training."""
+    """Raise ValueError if settings of a chat template (``where`` in the message) would render prompts differently from
+    training."""
     for name in kwargs or ():
         if name in RENDERING:
             raise ValueError(
@@ -101,12 +104,15 @@ def render_prompt(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     continues: bool = False,
 ) -> RenderedPrompt:
-    """Render a prompt to the text that the model continues, and its tokens. No other code does it, beside TRL's own.
+    """Render a prompt to the text that the model continues, and its tokens.
 
-    The result is TRL's for training. A plain string is tokenized with the tokenizer's own special tokens. A message
-    list goes through the chat template, which writes its own, with the generation prompt added: an assistant message at
-    the end is closed, and a new one begun. With ``continues`` that message is left open instead. ValueError: no tokens
-    are left, or the template fails, leaves its sandbox, or writes more text than any prompt needs.
+    The result equals that of TRL's trainer. A plain string is tokenized with the tokenizer's own special tokens. A list
+    of messages goes through the chat template, which writes them itself, and gets the generation prompt: an assistant
+    message at the end is closed, and a new one begun. With ``continues`` that message is left open instead.
+
+    Raises:
+        ValueError: the prompt has no tokens, or the template fails, leaves its sandbox, or writes more than
+            `TEMPLATE_CHARACTERS`.
     """
     if isinstance(prompt, str):
         rendered = RenderedPrompt(prompt, list(tokenizer(prompt)["input_ids"]))
@@ -136,8 +142,8 @@ def render_pairs(
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[tuple[RenderedPrompt, RenderedPrompt]]:
-    """Render many rows (prompt, completion, ``continues``) as `render_pair` does. The tokenizer is called once for all,
-    which takes a quarter of the time of one call for each text."""
+    """Render many rows (prompt, completion, ``continues``) as `render_pair` does. One call of the tokenizer for all
+    texts takes a quarter of the time of one call for each."""
     texts: list[str] = []
     for prompt, completion, continues in rows:
         turns = [*prompt, *completion]
@@ -173,7 +179,8 @@ def _refuse_empty(rendered: RenderedPrompt) -> None:
 def _of_template(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None, how: Mapping[str, bool]
 ) -> str:
-    """Render ``messages`` to text with the chat template. Raises ValueError if it fails or writes too much."""
+    """Render ``messages`` to text with the chat template. ``how`` are our arguments of ``apply_chat_template``,
+    ``kwargs`` those of a team. Raises ValueError if it fails or writes too much."""
     asked: dict[str, Any] = {**how, **(kwargs or {})}
     try:
         text = str(tokenizer.apply_chat_template([dict(one) for one in messages], tokenize=False, **asked))
@@ -188,8 +195,8 @@ def _of_template(
 
 
 def in_form_of(prompt: str | Messages, text: str | Messages) -> Any:
-    """Return a completion as TRL gives it to rewards: text after a text prompt, an assistant message after messages.
-    Messages, as of several turns with tools, stay."""
+    """Return a completion as TRL gives it to rewards: text after a text prompt, a list with an assistant message after
+    messages. A completion that is a list of messages already (turns with tools) is returned as it is."""
     if isinstance(prompt, str) or not isinstance(text, str):
         return text
     return [{"role": "assistant", "content": text}]
@@ -201,8 +208,13 @@ class TransformersGenerator:
 
     Temperature is the only setting: sampling settings in the model's own generation_config are ignored. Greedy answers
     do not depend on ``batch_size`` except through the rounding of padded attention. Sampled ones do, since a batch
-    shares one random stream. ``logprobs``: add the model's own log-probs, at temperature 1. ``more_stops``: tokens that
-    end a completion besides the model's own.
+    shares one random stream. Raises ValueError if a prompt and its completion would not fit into the model's context.
+
+    Attributes:
+        batch_size: completions that are made at the same time.
+        progress: whether to show a progress bar.
+        logprobs: whether completions get log-probs: those of the model's forward, at temperature 1.
+        more_stops: tokens that end a completion besides the model's own.
     """
 
     model: PreTrainedModel
@@ -275,8 +287,13 @@ class TransformersGenerator:
 
 @dataclass(frozen=True)
 class VllmGenerator:
-    """A generator that samples from a vLLM engine in this process. ``logprobs``: add the engine's own log-probs. Raises
-    EngineFault if one is not finite."""
+    """A generator that samples from a vLLM engine in this process.
+
+    Attributes:
+        stop_token_ids: tokens that end a completion.
+        logprobs: whether completions get the engine's log-probs. Raises EngineFault if one is not finite.
+        more_stops: further tokens that end a completion.
+    """
 
     engine: GroupedEngine
     stop_token_ids: Sequence[int]
@@ -291,7 +308,7 @@ class VllmGenerator:
         plain: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         plain |= {"n": n, "temperature": temperature, "max_tokens": max_new_tokens}
         plain |= {"stop_token_ids": [*self.stop_token_ids, *self.more_stops], "logprobs": 0 if self.logprobs else None}
-        # sample k of a request is given seed + k: none share one
+        # vLLM gives sample k of a request the seed `seed + k`, so no two samples share one.
         seeds = [None if seed is None else seed + place * n for place in range(len(prompts))]
         parameters = [SamplingParams(**plain, seed=own) for own in seeds]
         asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
@@ -301,7 +318,7 @@ class VllmGenerator:
 
 
 def of_engine(written: Any) -> Completion:
-    """Convert a completion of vLLM's to a `Completion`."""
+    """Convert vLLM's `CompletionOutput` to a `Completion`."""
     ids = list(written.token_ids)
     logprobs = None
     if written.logprobs is not None:
@@ -316,8 +333,8 @@ def until_end(ids: Sequence[int], eos_ids: Collection[int]) -> list[int]:
 
 
 def context_of_config(config: PretrainedConfig) -> int | None:
-    """Return how many tokens prompt and completion may have together (max_position_embeddings). None: the model has no
-    limit (XLNet's is -1)."""
+    """Return how many tokens prompt and completion may have together (max_position_embeddings). None: the model sets no
+    limit, as XLNet with its -1."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
     if limit is None or limit <= 0:
@@ -326,6 +343,7 @@ def context_of_config(config: PretrainedConfig) -> int | None:
 
 
 def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
+    """Return the error message for a prompt (``which``: "longest", …) that does not fit into the context."""
     helps = f"Lower max_new_tokens to at most {context - tokens}, or leave out prompts that are too long."
     if tokens >= context:
         helps = "No max_new_tokens makes room after it: leave such prompts out, or take a model with a longer context."
@@ -336,7 +354,8 @@ def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
 
 
 def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the EOS ids of the tokenizer and of the model's generation config, which differ in Qwen's models."""
+    """Return the EOS ids of the tokenizer and of the model's generation config, which differ in Qwen's models. Raises
+    ValueError if there is none."""
     configured = None
     if generation is not None:
         configured = generation.eos_token_id
@@ -348,8 +367,8 @@ def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTok
 
 
 def plain_generation_config(temperature: float, max_new_tokens: int, stops: list[int], pad: int) -> GenerationConfig:
-    """Return a config for greedy decoding at temperature 0, else for sampling from the model's own distribution. Values
-    left None would be filled in from the model's own config."""
+    """Return a config for greedy decoding at temperature 0, else for sampling from the model's own distribution. Each
+    neutral value is written down, since one left None would be filled in from the model's own config."""
     from transformers import GenerationConfig
 
     neutral = {"min_new_tokens": 0, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0}

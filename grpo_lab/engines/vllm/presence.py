@@ -24,8 +24,8 @@ def note_broken(why: str) -> None:
 
 
 def why_not(kernels: bool = True) -> str | None:
-    """Return the reason why no engine can be started in this process, None if there is none. ``kernels``: an engine is
-    to run here, rather than only a client of one. A vLLM that works is imported, which takes seconds."""
+    """Return the reason why no engine can be started in this process, None if one can. ``kernels``: whether an engine
+    is to run here, rather than only a client of one. A vLLM that works is imported, which takes seconds."""
     if _broken is not None:
         return f"vLLM is broken here ({_broken})"
     if find_spec("vllm") is None:
@@ -43,7 +43,8 @@ def why_not(kernels: bool = True) -> str | None:
 
 
 def refuse_without_engine(setting: str, kernels: bool = True) -> None:
-    """Raise ValueError if no engine can be started here, although the setting ``setting`` asks for one."""
+    """Raise ValueError if no engine can be started here, although the setting ``setting`` asks for one. ``kernels``:
+    see `why_not`."""
     why = why_not(kernels)
     if why is not None:
         raise ValueError(
@@ -52,8 +53,8 @@ def refuse_without_engine(setting: str, kernels: bool = True) -> None:
 
 
 def engine_here(written: Mapping[str, Any]) -> dict[str, str]:
-    """Return a note for the plan of a recipe with ``use_vllm`` if this machine has no engine; empty if it has. No error
-    is raised, since the run may be on another machine."""
+    """Return a note for the plan of a recipe with ``use_vllm`` if this machine has no engine, an empty mapping if it
+    has one. No error is raised, since the run may take place on another machine. ``written``: the recipe's settings."""
     why = why_not(kernels=written.get("vllm_mode") != "server")
     if why is None:
         return {}
@@ -72,8 +73,8 @@ class _Heard(logging.Handler):
 
 
 def _without_kernels(platform: object) -> str | None:
-    """Return what is wrong with the compiled kernels of a vLLM for CPUs or for CUDA, None if nothing is. A vLLM without
-    them can be imported all the same, with a warning, and fails in its first step."""
+    """Return what is wrong with the compiled kernels of vLLM on a CPU or on CUDA, None if nothing is. Without them vLLM
+    can be imported all the same, with a warning, and fails in its first step. ``platform``: vLLM's current one."""
     import torch
 
     asked = [getattr(platform, name, None) for name in ("is_cpu", "is_cuda")]

@@ -1,10 +1,10 @@
 """Check of `generation_kwargs`: which keys an engine may be given in training, and why the others are refused.
 
-`generation_kwargs` go into vLLM's `SamplingParams` (an engine in this process), into the body of a request (a server,
-which ignores keys that it does not know) or into transformers' `GenerationConfig` (likewise). Some keys break what TRL
+`generation_kwargs` go into vLLM's `SamplingParams` (an engine in this process), into the body of a request (a server)
+or into transformers' `GenerationConfig`; the latter two ignore keys that they do not know. Some keys break what TRL
 assumes about the answer: which log-prob is the sampled token's, how many completions a prompt has, where one ended. No
-error follows; the numbers are wrong. So only the keys in an engine's list pass. Those that change the distribution
-(top-p, penalties, a grammar) pass here: the sampler correction decides about them.
+error follows, but numbers are wrong. So only the keys in an engine's list pass. Keys that change the distribution
+(top-p, penalties, a grammar) are among them: the sampler correction decides about them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_lab.settings import did_you_mean
 
+#: Engine → what its `generation_kwargs` go into, in words.
 WHERE = {
     "colocate": "vLLM's SamplingParams",
     "server": "vLLM's completion request",
@@ -74,8 +75,8 @@ WRONG_NUMBERS = {
 
 
 def refuse_keys(extra: Mapping[str, Any], engine: str) -> None:
-    """Raise ValueError for the first key of `generation_kwargs` that this engine ignores or that makes numbers
-    wrong."""
+    """Raise ValueError for the first key of `generation_kwargs` (``extra``) that the engine ignores or that makes
+    numbers wrong. ``engine``: a key of `WHERE`."""
     for key, value in extra.items():
         if key in PASS[engine] or (engine, key, value) == ("transformers", "do_sample", True):  # as TRL sets it
             continue
@@ -92,8 +93,8 @@ def refuse_keys(extra: Mapping[str, Any], engine: str) -> None:
 
 
 def refuse_two_names(extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if a key contradicts the setting of TRL that it is another name for (`ALIAS`). `settings`: the
-    setting's name -> its value; one that is None or left out is not compared."""
+    """Raise ValueError if a key of `generation_kwargs` (``extra``) contradicts the setting of TRL that it repeats
+    (`ALIAS`). `settings`: the setting's name → its value; one that is None or missing is not compared."""
     for key, setting in ALIAS.items():
         ours = settings.get(setting)
         if key in extra and ours is not None and extra[key] != ours:
@@ -108,8 +109,8 @@ def refuse_two_names(extra: Mapping[str, Any], settings: Mapping[str, Any]) -> N
 
 
 def refuse_ends(extra: Mapping[str, Any]) -> None:
-    """Raise ValueError for stop texts and tokens, if truncated completions are masked: TRL takes such ends for
-    truncation."""
+    """Raise ValueError for stop texts and stop tokens in `generation_kwargs`. To be called if truncated completions are
+    masked: TRL takes completions that end so for truncated ones."""
     for key in ("stop", "stop_token_ids"):
         if extra.get(key):
             raise ValueError(

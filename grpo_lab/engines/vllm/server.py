@@ -74,9 +74,12 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of the server: what to serve and where. `allow_hosts`: names that clients call it by, beside its address
-    and this machine's names. `max_lora_rank`: the largest rank of LoRA adapters that it takes. Raises ValueError for a
-    value that is not allowed."""
+    """Options of the server; the command line's help says what each is (`add_arguments`). Raises ValueError for a value
+    that is not allowed.
+
+    `allow_hosts`: names that clients call it by, beside its address and this machine's names. `max_lora_rank`: largest
+    rank of LoRA adapters that it takes; None: no adapters.
+    """
 
     model: str
     port: int = 8000
@@ -158,10 +161,11 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
 
 
 def server_environment(options: ServerOptions, token: str, sockets: str) -> dict[str, str]:
-    """Return this process's environment with the server's development endpoints on, and the variables of `Guard`.
+    """Return the server's environment: this process's, vLLM's development endpoints on, and what `Guard` reads.
 
-    `sockets`: folder of the sockets between the server's processes; in vLLM's own, /tmp, the umask decides who may
-    connect. Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process, which pins itself to a core.
+    `sockets`: folder of the sockets between the server's processes. In vLLM's own, /tmp, the umask would decide who may
+    connect. Unless VLLM_ENABLE_V1_MULTIPROCESSING is 0, the CPU build starts a third process, which pins itself to one
+    core.
     """
     environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -180,9 +184,9 @@ def server_environment(options: ServerOptions, token: str, sockets: str) -> dict
 def held_address(options: ServerOptions) -> Iterator[int | None]:
     """Reserve the address for this process inside the block; yield a descriptor that reserves it for a child, too.
 
-    The port is bound without listening. vLLM does the same, so it may still bind it, and so may another server that is
-    loading. Those are kept out by a socket's name in this machine's network namespace (on Linux), one for each token
-    file. Raises ValueError if the address is in use, or not of this machine.
+    The port is bound without listening. vLLM binds it in the same way, so the server can still do so. So could another
+    server that is loading; on Linux it is kept out by an abstract socket with a name made from that of the token file.
+    Raises ValueError if the address is in use, or is none of this machine.
     """
     said = f"port {options.port} at {options.host} cannot be used"
     other = "choose another --port, or an address of this machine"
@@ -206,8 +210,8 @@ def held_address(options: ServerOptions) -> Iterator[int | None]:
 
 
 class Server:
-    """A server process that runs as long as the `with` block. Its output goes to `log` (None: to this process's
-    own)."""
+    """A server process that runs as long as the `with` block. Its output goes to the file `log` (None: this process's
+    own output); `start_timeout`: seconds within which it must be up."""
 
     def __init__(self, options: ServerOptions, *, log: Path | None, start_timeout: float = 300.0) -> None:
         self.options = options
@@ -218,8 +222,8 @@ class Server:
         self._until_stopped = ExitStack()
 
     def start(self) -> Server:
-        """Start the process and wait until it is healthy; write the token's file before. ValueError: its address is in
-        use."""
+        """Write the token's file, start the process, and wait until it answers. Raises ValueError if its address is in
+        use, ServerGone if it is not up in time."""
         options = self.options
         log = self.log
         parent = os.environ.get(SOCKETS_VARIABLE)
@@ -245,8 +249,9 @@ class Server:
         return self
 
     def wait(self) -> str:
-        """Wait for the process to end, and return how it ended. When its engine has died, vLLM stops listening, and
-        would wait forever for the requests under way. Such a process is killed, so that its clients get an error."""
+        """Wait for the process to end, and return how it ended, in words. When its engine has died, vLLM stops
+        listening, and would wait forever for the requests under way. Such a process is killed, so that its clients get
+        an error."""
         assert self.process is not None
         heard = time.monotonic()
         while True:
@@ -296,6 +301,8 @@ class Server:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `grpo-lab serve`."""
+
     def add(flag: str, about: str, kind: Any = str, **how: Any) -> None:
         parser.add_argument(flag, help=about, **({} if "action" in how else {"type": kind}), **how)
 
@@ -347,7 +354,8 @@ def refuse_no_model(model: str) -> None:
 
 
 def serve(options: ServerOptions, *, start_timeout: float = START_TIMEOUT, log: Path | None = None) -> int:
-    """Serve until interrupted, and return 0. Raises ServerGone if the server is not up in time or ends by itself."""
+    """Serve until interrupted, and return 0. Raises ServerGone if the server is not up in time or ends by itself,
+    ValueError if there is no model, no engine, or no free address."""
     refuse_no_model(options.model)
     if (why := why_not()) is not None:
         raise ValueError(f"`grpo-lab serve` starts an engine, and {why}")
@@ -364,7 +372,7 @@ def serve(options: ServerOptions, *, start_timeout: float = START_TIMEOUT, log: 
                 where = f"the environment ({tokens.VARIABLE})"
             else:
                 where = str(token)
-            found = token in (None, tokens.default_file(options.base_url))
+            found = token in (None, tokens.default_file(options.base_url))  # by a trainer, without a setting
             print(
                 f"grpo-lab: the server is up at {options.base_url}; its token is in {where}. Train with\n"
                 f"  --use_vllm true --vllm_mode server --vllm_server_base_url {options.base_url}"
@@ -381,6 +389,7 @@ def serve(options: ServerOptions, *, start_timeout: float = START_TIMEOUT, log: 
 
 
 def exposed(options: ServerOptions) -> str:
+    """Return the warning for a server that does not listen on this machine alone."""
     return (
         f"the server will listen at {options.host}:{options.port} and asks for a token, but nothing is encrypted: "
         "whoever reads along in that network has prompts and token, and with it the model. Only in a private network "

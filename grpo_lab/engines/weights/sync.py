@@ -32,8 +32,8 @@ from torch.nn.functional import one_hot
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 _PROBE_ROWS = 512
 
-#: Pairs (name, full tensor) with LoRA merged and names as in the checkpoint, from TRL's
-#: `VLLMGeneration._iter_named_params()`.
+#: A stream of weights: pairs (name, full tensor), with LoRA merged and names as in the checkpoint, as TRL's
+#: `VLLMGeneration._iter_named_params()` yields them.
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -44,8 +44,8 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
 
 
 def trainer_names(engine_name: str, fused: Mapping[str, list[str]]) -> list[str]:
-    """Return the trainer's names of the tensors in one engine tensor, without vLLM's `base_layer` (of a layer that may
-    have an adapter)."""
+    """Return the trainer's names of the tensors that one engine tensor is made of; ``fused``: `fused_parts`. The
+    `base_layer` in names of layers that may have an adapter is vLLM's, and left out."""
     parts = engine_name.replace(".base_layer.", ".").split(".")
     for index, part in enumerate(parts):
         if part in fused:
@@ -54,15 +54,17 @@ def trainer_names(engine_name: str, fused: Mapping[str, list[str]]) -> list[str]
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Return whether the module multiplies through a CPU kernel, with or without a packed copy of its weight."""
+    """Return whether the module multiplies through a kernel of vLLM's CPU build, which may keep only a packed copy of
+    the weight."""
     return callable(getattr(module, "cpu_linear", None)) and hasattr(module, "weight")
 
 
 def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (engine's name, tensor it computes with) for every parameter; packed ones are probed.
+    """Yield (engine's name, tensor that the engine computes with) for every parameter.
 
-    A tied head is listed too, since it may compute with something else than the embedding. The embedding table is used
-    for look-ups, not products, so it is read directly. Vocabulary rows that vLLM pads are cut off.
+    The weight of a packed layer is found by sending unit vectors through it. A tied head is yielded too, since it may
+    compute with something else than the embedding. The embedding table is used for look-ups, not products, so it is
+    read directly. Vocabulary rows that vLLM adds as padding are cut off.
     """
     dtype, device = next((one.dtype, one.device) for one in model.parameters() if one.numel())
     listed: set[str] = set()
@@ -92,9 +94,9 @@ class WeightSyncError(RuntimeError):
 
 
 def fit(named_params: NamedTensors, engine: torch.dtype | None = None) -> NamedTensors:
-    """Yield the same stream, checked for an engine with weights of this dtype (None: not known). Raises WeightSyncError
-    at the first tensor of integers (weights would be rounded), with NaN or infinity, or beyond the range of the
-    engine's dtype."""
+    """Yield the same stream, and check each tensor for an engine with weights of the dtype ``engine`` (None: not
+    known). Raises WeightSyncError at the first tensor of integers (weights would be rounded), with NaN or infinity, or
+    beyond the range of the engine's dtype."""
     for name, tensor in named_params:
         if wrong := _unfit(tensor, engine):
             raise WeightSyncError(
@@ -105,6 +107,7 @@ def fit(named_params: NamedTensors, engine: torch.dtype | None = None) -> NamedT
 
 
 def _unfit(tensor: torch.Tensor, engine: torch.dtype | None) -> str | None:
+    """Return why an engine must not load a tensor, None if it may."""
     if not tensor.is_floating_point():
         return f"is of {tensor.dtype}"
     if not tensor.numel() or tensor.element_size() < 2:  # quantized: torch cannot compare 8-bit numbers
@@ -135,9 +138,9 @@ def needs_repair(llm: Any) -> bool:
 
 
 def push_weights(llm: Any, named_params: NamedTensors) -> int:
-    """Load the trainer's parameters into a packed engine in this process; return the number of tensors. Raises
-    WeightSyncError if the stream lacks a tensor or has an unfit one (`fit`), or if cached prompts of the old weights
-    are kept."""
+    """Load the trainer's parameters into an engine ``llm`` of this process that packs its weights; return the number of
+    tensors. Raises WeightSyncError if the stream lacks a tensor or has an unfit one (`fit`), or if cached prompts of
+    the old weights are kept."""
     runner = worker_runner(llm)
     tensors = load_into_runner(runner, fit(named_params, dtype_of(runner)))
     if not llm.reset_prefix_cache():
@@ -151,7 +154,8 @@ def dtype_of(runner: Any) -> torch.dtype:
 
 
 def load_into_runner(runner: Any, named_params: NamedTensors) -> int:
-    """Load parameters as `push_weights` does, into the model runner itself; a server's worker calls it, too."""
+    """Load parameters into a model runner of vLLM, here or in a server's worker; return the number of tensors. Raises
+    WeightSyncError if the load fails or the stream lacks a tensor, after which old and new weights may be mixed."""
     model = runner.get_model()
     brought: dict[str, str] = {}
     try:
@@ -193,27 +197,29 @@ def clear_cache(runner: Any) -> None:
 
 
 def put_back(model: nn.Module, runner: Any) -> None:
-    """Give the layers that a failed load left without storage their old tensors back."""
+    """Give the layers that a failed load left without storage their old tensors back. A layer that got a part of its
+    tensors keeps the old ones, too."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
-            # a layer that got a part of its tensors keeps the old ones
             info.load_numel = 0
             info.loaded_weights = []
     finalize_layerwise_reload(model, runner.model_config)
 
 
 def copied(named_params: NamedTensors, brought: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield copies of the stream's tensors, since the engine keeps them longer; note name and shape in ``brought``."""
+    """Yield copies of the stream's tensors, since the engine may read them after the stream has reused their memory;
+    record each name and shape in ``brought``."""
     for name, tensor in named_params:
         brought[name] = str(list(tensor.shape))
         yield name, tensor.detach().clone()
 
 
 def missing_tensors(model: nn.Module, brought: Iterable[str]) -> list[str]:
-    """Return the engine's tensors, under the trainer's names, that the stream did not bring; tied ones count once.
+    """Return the engine's tensors, under the trainer's names, that are not among the names ``brought``. Tied ones count
+    once.
 
     A head that is tied in the engine is not expected. One that is tied in the trainer alone (a checkpoint that holds
     a second copy) is reported: its weights would be stale.
