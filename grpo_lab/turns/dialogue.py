@@ -3,10 +3,13 @@
     … <|im_end|>  |  \\n<|im_start|>user\\n<tool_response>\\n42\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n
     own tokens    |  answers(messages): cut off a short conversation, behind the end of its assistant's turn
 
-The tokens are those of TRL's loop, but for four cases. A turn that a limit cut gets its end. A template whose answer
-begins with the token that the policy stopped at (GLM's ``<|observation|>``) does not get it twice. An end that is not
-the ``eos_token`` (Gemma's ``<turn|>``) is one, too, and keeps its line break. And a tool's text cannot forge a turn:
-``<|im_end|>`` in it is encoded as the characters that it is made of.
+The tokens are those of TRL's loop, except in four cases:
+
+    1. A turn that a limit cut gets its end token.
+    2. If the answers begin with the token that the policy stopped at (GLM's ``<|observation|>``), it is not repeated.
+    3. A token other than the ``eos_token`` that ends a turn (Gemma's ``<turn|>``) counts as its end, and keeps the line
+       break behind it.
+    4. A tool's text cannot forge a turn: ``<|im_end|>`` in it is encoded as the characters that it is made of.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from grpo_lab.turns.trajectory import CutAnew
 from grpo_lab.turns.turn_settings import CUT_MARK
 from grpo_lab.visible import encodable
 
-#: A character that Unicode reserves for a program's own use. It stands between the pieces of a mark in a tool's text.
+#: A character that Unicode reserves for a program's own use. It is put into a mark such as ``<|im_end|>`` in a tool's
+#: text, whose two pieces are then tokenized separately (`ChatDialogue.encoded`).
 SEAM = "\ufdd0"
-#: Name of the tool in conversations that only show how a template writes.
+#: Name of the tool in short conversations that are rendered to see how a template writes.
 PROBE = "probe_tool_7d1f"
-#: Where a parsed message has its thinking.
+#: Keys under which a parsed message may have its thinking.
 THOUGHTS = ("reasoning_content", "thinking")
 
 
@@ -36,8 +40,8 @@ class ChatDialogue:
         tokenizer: a fast tokenizer of ``transformers``.
         parse: ``parse(tokenizer, ids, prefix=, tools=)`` returns a message (TRL's ``parse_response``).
         ends: ids of tokens that end a turn (the trainer's ``eos_token_ids``).
-        chat_template: template that stands in for the tokenizer's (TRL's training template); ``None``: its own.
-        template_kwargs: what else the template gets (``chat_template_kwargs``).
+        chat_template: template to use instead of the tokenizer's (TRL's training template); ``None``: the tokenizer's.
+        template_kwargs: further arguments of the template (``chat_template_kwargs``).
     """
 
     def __init__(
@@ -56,8 +60,14 @@ class ChatDialogue:
         self.name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
 
     def parsed(self, ids: list[int], prefix: list[int], tools: Any) -> ParsedTurn:
-        """Return the message of a turn's tokens; ``prefix`` are all tokens before it. A call that was begun and cannot
-        be read is said, not passed over. Never raises."""
+        """Return the message of a turn's tokens ``ids``, and whether it begins a call that cannot be read. Text that
+        cannot be parsed becomes the content of the message; no error is raised.
+
+        Args:
+            ids: tokens of the turn.
+            prefix: all tokens before it.
+            tools: the tools as the template was told of them.
+        """
         if not ids:  # TRL's parser takes no tokens for a batch of no texts
             return ParsedTurn({"role": "assistant", "content": ""})
         try:
@@ -73,12 +83,19 @@ class ChatDialogue:
 
     def answers(self, messages: Sequence[Mapping[str, Any]], before: Sequence[int]) -> list[int]:
         """Return the tokens that follow a turn: its end if a limit cut it, the tools' messages, and the header of the
-        next turn. ``before`` are all tokens up to there. Raise ``CutAnew`` if the template writes the turn itself
-        differently once tools have answered it."""
+        next turn.
+
+        They are found with a short conversation whose last message calls a tool: what its tokens have more once the
+        answers stand behind it. Raises ``CutAnew`` if the template then writes that last message differently.
+
+        Args:
+            messages: the tools' messages.
+            before: all tokens up to the end of the turn.
+        """
         defused = [self._defused(message) for message in messages]
         asked = calling(defused[0].get("name", PROBE))
         alone, joined = self._without_and_with(asked, defused)
-        if joined[: len(alone)] != alone:  # once more: a template that writes the date may have been asked at midnight
+        if joined[: len(alone)] != alone:  # once more: a template that writes the date may have been called at midnight
             alone, joined = self._without_and_with(asked, defused)
         if joined[: len(alone)] != alone:
             raise CutAnew(
@@ -95,9 +112,11 @@ class ChatDialogue:
         return added
 
     def cut(self, text: str, tokens: int) -> tuple[str, bool]:
-        """Return the beginning of a text with at most ``tokens`` tokens, a mark behind it, and whether it was cut.
+        """Cut a text to at most ``tokens`` tokens. Return its beginning with a mark behind it (``CUT_MARK``), or all of
+        it, and whether it was cut.
 
-        Only as many characters are encoded as so many tokens can have: 10 MB cost no more than their beginning.
+        No more characters are encoded than so many tokens can have, so that a text of 10 MB costs no more than its
+        beginning.
         """
         text = readable(text)
         kept = text[: tokens * self._longest_token + 1]
@@ -112,7 +131,7 @@ class ChatDialogue:
         return kept + CUT_MARK.format(missing=len(text) - len(kept), whole=len(text)), True
 
     def rendered(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-        """Return messages as the template writes them."""
+        """Return messages as the template writes them. ``how``: further arguments of ``apply_chat_template``."""
         options = {**self.template_kwargs, **how}
         text = self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, chat_template=self.chat_template, **options
@@ -120,7 +139,7 @@ class ChatDialogue:
         return str(text)
 
     def encoded(self, text: str) -> list[int]:
-        """Return the tokens of a rendered text. Pieces on both sides of a seam know nothing of each other."""
+        """Return the tokens of a rendered text. Its pieces between seams are tokenized separately."""
         ids: list[int] = []
         for piece in text.split(SEAM):
             ids += self.tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
@@ -128,12 +147,13 @@ class ChatDialogue:
 
     @cached_property
     def source(self) -> str:
-        """The template's text."""
+        """Return the source text of the chat template."""
         return str(self.tokenizer.get_chat_template(self.chat_template))
 
     @cached_property
     def call_mark(self) -> str:
-        """What the template writes before the name of a called tool: a token of its own (``<tool_call>``), or text."""
+        """Return what the template writes before the name of a called tool: a token of its own such as ``<tool_call>``,
+        else text."""
         plain = self.rendered([*calling(PROBE)[:1], {"role": "assistant", "content": "\u2606"}])
         call = self.rendered(calling(PROBE))
         begin = next(place for place, pair in enumerate(zip(plain, call, strict=False)) if pair[0] != pair[1])
@@ -143,7 +163,7 @@ class ChatDialogue:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        """Special tokens, and other added tokens that the template writes."""
+        """Return a pattern of all marks: special tokens, and other added tokens that the template's source has."""
         added = [
             token.content
             for token in self.tokenizer.added_tokens_decoder.values()
@@ -155,22 +175,23 @@ class ChatDialogue:
 
     @cached_property
     def _template_ends(self) -> frozenset[int]:
-        """Tokens of ``ends`` that a template can mean: text may hold the others."""
+        """Return the tokens of ``ends`` that the tokenizer has as added tokens. The others may also be part of text."""
         return self.ends & frozenset(self.tokenizer.added_tokens_decoder)
 
     @cached_property
     def _writes_ends(self) -> bool:
-        """Whether the template ends an assistant's turn with one of ``ends``."""
+        """Return whether the template ends an assistant's turn with one of ``ends``."""
         tail = self.rendered(calling(PROBE)).rpartition(PROBE)[2]
         return any(token in self._template_ends for token in self.encoded(tail))
 
     @cached_property
     def _longest_token(self) -> int:
-        """Most characters that one token has."""
+        """Return the largest number of characters of a token in the vocabulary."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def _without_and_with(self, asked: list[dict[str, Any]], answers: list[Any]) -> tuple[list[int], list[int]]:
-        """Return the tokens of a short conversation up to the end of its turn, and with the answers behind it."""
+        """Return the tokens of the conversation ``asked`` up to the end of its last turn, and with ``answers`` and the
+        next header behind it."""
         alone = self.encoded(self.rendered(asked))
         joined = self.encoded(self.rendered([*asked, *answers], add_generation_prompt=True))
         if self._writes_ends:
@@ -179,14 +200,14 @@ class ChatDialogue:
         return alone, joined
 
     def _begins_call(self, text: str, tools: Sequence[Any]) -> bool:
-        """Return whether a text has the template's mark of a call. A mark of plain text (Llama's ``{"name": "``) only
-        counts before the name of a tool, since an answer may have it too."""
+        """Return whether a text begins a call: it has the template's ``call_mark``. If that is plain text (Llama's
+        ``{"name": "``), a tool's name must follow, since an answer may have such text too."""
         if self._marks.fullmatch(self.call_mark):
             return self.call_mark in text
         return bool(self.call_mark) and any(self.call_mark + tool_name(tool) in text for tool in tools)
 
     def _defused(self, value: Any) -> Any:
-        """Return a value whose texts have a seam within every mark, so that no mark is encoded as its token."""
+        """Return a value in whose texts every mark has a seam, so that no mark is encoded as its token."""
         if isinstance(value, Mapping):
             return {key: self._defused(entry) for key, entry in value.items()}
         if isinstance(value, list):
@@ -201,7 +222,7 @@ class ChatDialogue:
         return text
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Return where each token of a tool's text begins and ends, in characters."""
+        """Return (begin, end) of each token of a tool's text, in characters of the text."""
         spans: list[tuple[int, int]] = []
         begin = 0
         for piece in self._defused(text).split(SEAM):
@@ -212,13 +233,13 @@ class ChatDialogue:
 
 
 def calling(name: str) -> list[dict[str, Any]]:
-    """Return the shortest conversation whose last message calls a tool."""
+    """Return the shortest conversation whose last message calls the tool ``name``, without arguments."""
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
     return [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def readable(text: str) -> str:
-    """Return a text that every tokenizer takes: halves of characters (lone surrogates) become U+FFFD."""
+    """Return a text that every tokenizer takes: lone surrogates, and our own ``SEAM``, become U+FFFD."""
     return str(encodable(text)).replace(SEAM, "\ufffd")
 
 

@@ -1,17 +1,21 @@
 """A journal of one generation batch: what the engine and the tools have answered. With it a run that was killed goes on
 inside its trajectories, and makes no call twice.
 
-One file of JSON lines for each rank and batch; a kill at any byte loses at most the last line.
+Each rank writes one file of JSON lines for each batch; a kill at any byte loses at most the last line. ``key`` is the
+index of a trajectory:
 
-    the first line               what must be the same in the run that reads it
-    key, request, sent, tokens   what the engine wrote
-    key, turn, calls             calls that are about to be made
-      …, answers, state          what they answered, and the environment's ``state_dict()`` after them
-    key, forgotten               what stands above of this trajectory does not count
+    the first line               the header: what must be the same in the run that reads the file
+    key, request, sent, tokens   the engine's answer to a request of a trajectory; ``sent``: checksum of what was sent
+    key, turn, calls             calls of a turn that are about to be made
+      …, answers, state          the same calls with their answers, and the environment's ``state_dict()`` after them
+    key, forgotten               all lines of this trajectory so far do not count
 
 In a resumed run the loop begins anew. It asks engine and tools in the same order as before, and the journal answers in
-their place as far as it goes. So limits, masks and messages come out as they were. No engine at all (``in_rounds``) is
-asked again: from the checkpoint's random numbers it draws the same tokens, and only calls are answered here.
+their place as long as it has an answer. So limits, masks and messages come out as they were. Only engines that stream
+are answered for (``RememberingEngine``). An engine that answers in rounds (``in_rounds``) is asked again, since it
+draws the same tokens from the checkpoint's random numbers; then only calls are answered here.
+
+What happens to a call in a resumed run:
 
     the call is of                        answered                       on its way at the kill
     a tool, or an environment with        as before; the environment's   made again if ``may_repeat``, else answered
@@ -45,19 +49,20 @@ INTERRUPTED = "The call was interrupted. It is not known whether it was carried 
 
 
 class TurnJournal:
-    """The journal of one generation batch on one rank. The loop knows nothing of it but ``engine`` and ``make``.
+    """The journal of one generation batch on one rank. The loop uses its ``engine`` and ``make`` alone.
 
     Args:
-        file: its place. If a journal with the same ``header`` is there, it is gone on with; any other is replaced.
+        file: path of the journal. If one with the same ``header`` is there, it is continued; any other is replaced.
         header: plain values that decide the batch: step, prompts, settings, weights.
         environments: the environment of each trajectory; ``None``: there are none.
-        say: gets a sentence about what was found.
-        draw_anew: called before the first request that a journal with answers leaves to the engine, so that the engine
-            does not draw once more from the random numbers of the answers that are kept.
+        say: function that is called with a sentence about what was found, for the log.
+        draw_anew: function that is called before the first request that a journal with answers leaves to the engine. It
+            must change the engine's random numbers, since those of the kept answers would be drawn once more.
 
-    Raises:
-        ValueError: an answer or a state is to be written that is not plain; or a ``deterministic`` environment answers
-            otherwise than before (``make``).
+    Attributes:
+        requests: (key, request) → an answer of the engine from before the kill that is not used up.
+        answered_of: key → number of requests that have been answered.
+        environments: key → environment.
     """
 
     def __init__(
@@ -69,7 +74,7 @@ class TurnJournal:
         draw_anew: Callable[[], None] = lambda: None,
     ) -> None:
         self.requests: Entries = {}
-        self.answered_of = Counter[int]()  # requests
+        self.answered_of = Counter[int]()
         self.draw_anew = draw_anew
         self._calls: Entries = {}
         self._turns_of = Counter[int]()
@@ -82,6 +87,7 @@ class TurnJournal:
         self._read(json.loads(json.dumps(header)))
 
     def _read(self, header: dict[str, Any]) -> None:
+        """Read the entries of the file; begin it anew if it is empty or of another batch."""
         cut_to_whole_batches(self._file)
         self._file.seek(0)
         lines = [json.loads(line) for line in self._file]
@@ -110,7 +116,8 @@ class TurnJournal:
         self._file.close()
 
     def engine(self, engine: TurnEngine) -> TurnEngine:
-        """Return the engine that the loop asks instead: with the answers that were written down before the kill."""
+        """Return the engine that the loop is to ask instead of ``engine``: it answers from the journal as long as that
+        has an answer. An engine that answers in rounds is returned as it is."""
         if engine.in_rounds:
             return engine
         self._streams = True
@@ -123,8 +130,19 @@ class TurnJournal:
         return RememberingEngine(self, engine)
 
     def make(self, key: int, calls: Calls, tools: Tools, make: Make) -> list[Call]:
-        """Make the calls of a turn of trajectory ``key``, by ``make(calls, tools)`` (``ToolCalls.make``) as far as
-        nothing is known of them. Called from any thread."""
+        """Return the calls of a turn of trajectory ``key`` with their answers: those from before the kill, if there are
+        any, else made by ``make`` and written down. Any thread may call this.
+
+        Args:
+            key: index of the trajectory.
+            calls: ``tool_calls`` of the policy's message.
+            tools: name → function.
+            make: ``ToolCalls.make``.
+
+        Raises:
+            ValueError: an answer or a state is no plain value, or a ``deterministic`` environment answers otherwise
+                than before the kill.
+        """
         environment = self.environments.get(key)
         if self._streams and not goes_on(environment):
             return make(calls, tools)
@@ -149,8 +167,14 @@ class TurnJournal:
     def _answered(
         self, known: Mapping[str, Any], calls: Calls, tools: Tools, environment: Any, make: Make
     ) -> list[Call]:
-        """Answer a turn's calls as before the kill. An environment without ``state_dict`` is asked once more, so that
-        it comes to the same state."""
+        """Return a turn's calls with the answers from before the kill, and bring the environment to its state then, by
+        its ``state_dict``, or by making its calls once more if it has none.
+
+        Args:
+            known: the journal's entry of the turn.
+            calls, tools, make: see ``make``.
+            environment: the trajectory's environment, or ``None``.
+        """
         before = [Call(**one) for one in known["answers"]]
         again = [call for call in calls if is_rebuilt(Wanted.read(call, tools), environment)]
         names = {Wanted.read(call, tools).name for call in again}
@@ -163,25 +187,28 @@ class TurnJournal:
         return whole
 
     def append(self, entry: Mapping[str, Any]) -> None:
+        """Write one line."""
         line = as_text(entry)
         with self._lock:
             append_batch(self._file, [line])
 
     def forget(self, key: int, why: str) -> None:
-        """Drop what is known of a trajectory from here on."""
+        """Drop all further answers of a trajectory, and write into the file that they do not count. ``why``: the
+        reason, for the log."""
         self._say(f"{self._file.name}: the rest of trajectory {key} is not used: {why}")
         self._drop(key)
         self.append({"key": key, "forgotten": True})
 
     def _drop(self, key: int) -> None:
         for entries in (self.requests, self._calls):
-            for place in list(entries):  # a copy: other trajectories take theirs out meanwhile
+            for place in list(entries):  # a copy, since other threads take entries out meanwhile
                 if place[0] == key:
                     del entries[place]
 
 
 class RememberingEngine:
-    """An engine that streams, behind what its journal holds."""
+    """A ``TurnEngine`` that answers from its journal as long as that has an answer. It passes all other requests on to an
+    engine that streams, and writes the answers of that into the journal."""
 
     in_rounds = False
 
@@ -222,19 +249,21 @@ class RememberingEngine:
 
 
 def is_rebuilt(call: Wanted, environment: Any) -> bool:
-    """Return whether the call is one of those by which its environment comes to its state again."""
+    """Return whether a resumed run must make the call once more to bring the environment to its state: the call is one
+    of the environment's own, and there is no ``state_dict``."""
     own = environment is not None and getattr(call.tool, "__self__", None) is environment
     return own and not has_state(environment)
 
 
 def interrupted(call: Wanted, environment: Any) -> Call | None:
-    """Return the answer of a call that was on its way at the kill; ``None``: it is to be made."""
+    """Return the answer of a call that was on its way at the kill, ``None`` if it is to be made again."""
     if call.tool is None or may_repeat(call.tool) or is_rebuilt(call, environment):
         return None
     return Call(call.name, call.arguments, str({"error": INTERRUPTED}), failure="interrupted")
 
 
 def check_same(environment: Any, before: Sequence[Call], now: Sequence[Call]) -> None:
+    """Raise ValueError if a ``deterministic`` environment answers calls otherwise now than before the kill."""
     for then, call in zip(before, now, strict=True):
         if as_text(then.answer) != as_text(call.answer):
             raise ValueError(
@@ -245,7 +274,7 @@ def check_same(environment: Any, before: Sequence[Call], now: Sequence[Call]) ->
 
 
 def kept(call: Call) -> dict[str, Any]:
-    """Return a call as it is written down."""
+    """Return a call as it is written into the journal. Raises ValueError if its answer is no plain value."""
     try:
         json.dumps(call.answer)
     except TypeError as error:
@@ -257,4 +286,5 @@ def kept(call: Call) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
+    """Return a value as JSON, in which anything that JSON does not know is its ``repr``."""
     return json.dumps(value, default=repr)

@@ -1,17 +1,17 @@
 """The loop over turns: each trajectory goes on as soon as its own tools have answered.
 
-Where a trajectory is:
+The states of a trajectory (an index into ``TurnLoop.trajectories``), and the methods that move it on:
 
-    waiting ──▶ ready ── asked ──▶ at the engine ── it calls tools ──▶ at the tools ── they answered ──▶ ready
-                                         │                                  │
-                                         └── no call, or a limit            └── no room for the answers
-                                                  ▼                                  ▼
-                                                ended                              ended
+    waiting ─ _begin ─▶ ready ─ _ask ─▶ at the engine ─ _end_turn ─▶ at the tools ─ _answer ─▶ ready
+                                         │                            │
+                                         └─ no call, or a limit       └─ no room for the answers
+                                              ▼                            ▼
+                                            ended                        ended
 
-Rooms are TRL's: the answers of a turn are taken back if they exceed ``max_completion_length`` or fill the context, and
-the trajectory then ends as it was; own tokens are cut to what is left. With an engine that answers in rounds the loop
-asks for all that is ready, in the order of the batch, once every tool has answered. So the draws come in the order of
-TRL's loop.
+Limits of length are TRL's: the policy's own tokens are cut to what is left of ``max_completion_length``. If the answers
+of a turn exceed it or fill the context, they are left out, and the trajectory ends without them. With an engine that
+answers in rounds the loop asks for all that is ready, in the order of the batch, once every tool has answered. So the
+engine draws in the order of TRL's loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from grpo_lab.turns.tools import ToolCalls
 from grpo_lab.turns.trajectory import Call, Trajectory
 from grpo_lab.turns.turn_settings import TurnSettings
 
-#: Seconds of one wait for the engine: while tools are at work, and else.
+#: Seconds of one wait for the engine: while tools are at work, and while none is.
 SHORT_LOOK = 0.005
 LONG_LOOK = 1.0
 #: What the policy is told of a call that cannot be read (``rollout.turns.unparsable: answer``).
@@ -45,10 +45,10 @@ class LoopLimits:
     """Limits of the trajectories of one batch, in tokens and turns.
 
     Args:
-        settings: limits of a turn, and what a call that cannot be read does (``rollout.turns``).
+        settings: limits of a turn, and what happens after a call that cannot be read (``rollout.turns``).
         max_turns: turns that the policy may write.
         completion: tokens of a completion, tool answers included (``max_completion_length``).
-        context: tokens of prompt and completion that the engine takes.
+        context: tokens of prompt and completion together (the engine's context).
         ends: tokens that end a turn.
     """
 
@@ -59,35 +59,45 @@ class LoopLimits:
     ends: Collection[int]
 
     def room(self, one: Trajectory) -> int:
-        """Return how many tokens the next turn may have."""
+        """Return how many tokens the next turn of a trajectory may have."""
         left = self.completion - len(one.ids)
         if self.settings.turn_tokens is None:
             return left
         return min(left, self.settings.turn_tokens)
 
     def admit(self, one: Trajectory, foreign: Sequence[int]) -> bool:
-        """Return whether tokens of tools fit behind a trajectory, and leave the engine something to write."""
+        """Return whether tool answers, the tokens ``foreign``, fit behind a trajectory: into ``completion``, and with
+        at least one token left in ``context``."""
         completion = len(one.ids) + len(foreign)
         return completion <= self.completion and len(one.prompt) + completion < self.context
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a trajectory may call: the tools by name, and as the template was told of them (``schemas``)."""
+    """Tools that a trajectory may call.
+
+    Args:
+        tools: name → function.
+        schemas: the same tools as the chat template was told of them.
+    """
 
     tools: Mapping[str, Callable[..., Any]]
     schemas: Any = None
 
 
 class TurnLoop:
-    """The trajectories of one batch, on their way.
+    """Takes the trajectories of one batch through their turns.
 
     Args:
-        trajectories: they are replaced in this list as they go on. After an error it holds how far each has come, and a
-            new loop goes on from there.
-        offers: what each of them may call.
-        thinking: budget of thinking in each turn, where it leaves room for an answer.
-        journal: stands before engine and tools.
+        trajectories: trajectories to go on with. Each is replaced in this list as it goes on, so that after an error
+            the list says how far each has come, and a new loop goes on from there.
+        offers: the tools of each trajectory.
+        engine: writes the turns.
+        dialogue: turns tokens into messages, and tools' messages into tokens.
+        tools: makes the calls.
+        limits: limits of the trajectories.
+        thinking: budget of thinking in each turn (``BudgetedTurns``); ``None``: no budget.
+        journal: answers in the place of engine and tools what it knows from before a kill; ``None``: no journal.
     """
 
     def __init__(
@@ -118,7 +128,8 @@ class TurnLoop:
         self._at_tools: dict[int, Future[list[Call]]] = {}
 
     def run(self) -> list[Trajectory]:
-        """Go on until every trajectory has ended. An error is raised once the tools at work have answered."""
+        """Go on until every trajectory has ended, and return all. An error is raised only after the tools at work have
+        answered, so that their answers are kept."""
         try:
             while self._waiting or self._on_their_way:
                 self._begin()
@@ -136,14 +147,14 @@ class TurnLoop:
         return len(self._ready) + len(self._at_engine) + len(self._at_tools)
 
     def _begin(self) -> None:
-        """Begin what waits, as far as ``max_concurrent`` allows."""
+        """Make waiting trajectories ready, as far as ``max_concurrent`` allows."""
         most = self.limits.settings.max_concurrent or len(self.trajectories)
         while self._waiting and self._on_their_way < most:
             self._ready.add(self._waiting.popleft())
 
     def _hear_tools(self) -> None:
-        """Take the answers that are there. Wait for all of them if the engine answers in rounds, and for one if the
-        engine has nothing to do."""
+        """Take the answers of tools that have come. Before that wait for all of them if the engine answers in rounds,
+        or for one if the engine has nothing to do."""
         if self.engine.in_rounds:
             wait(self._at_tools.values())
         elif not self._ready and not self._at_engine:
@@ -151,11 +162,13 @@ class TurnLoop:
         self._take_answers()
 
     def _take_answers(self) -> None:
+        """Take the answers of tools that have come, without waiting."""
         for key in [key for key, answer in self._at_tools.items() if answer.done()]:
             self._answer(key, self._at_tools.pop(key).result())
 
     def _ask(self) -> None:
-        """Ask the engine for all that is ready. Nothing is drawn where no token fits, except in rounds, as in TRL's."""
+        """Ask the engine for a turn of each ready trajectory. One without room for a token ends instead; but an engine
+        that answers in rounds is asked for it too, as in TRL's loop."""
         for key in sorted(self._ready):
             self._ready.remove(key)
             one = self.trajectories[key]
@@ -167,7 +180,7 @@ class TurnLoop:
             self.engine.submit(key, one.so_far, room)
 
     def _hear_engine(self) -> None:
-        """Take the turns that are written."""
+        """Take the turns that the engine has written."""
         if not self._at_engine:
             return
         look = LONG_LOOK
@@ -178,7 +191,7 @@ class TurnLoop:
             self._end_turn(key, made.within(self.limits.room(self.trajectories[key])))
 
     def _end_turn(self, key: int, written: TurnTokens) -> None:
-        """Add a turn to its trajectory; then call its tools, or end."""
+        """Add the turn ``written`` to trajectory ``key``; then begin its calls of tools, or end the trajectory."""
         before = self.trajectories[key]
         if not written.ids:
             self._end(key, before, "completion")
@@ -208,7 +221,8 @@ class TurnLoop:
             self._end(key, one, "answered")
 
     def _cut(self, before: Trajectory, written: TurnTokens) -> str | None:
-        """Return the limit that cut a turn: ``completion`` (the context, too) or ``turn_tokens``; None if none did."""
+        """Return the limit that cut the turn ``written`` after the trajectory ``before``: ``completion`` (also for the
+        context) or ``turn_tokens``; None if none did."""
         if written.ids[-1] in self.limits.ends:
             return None
         whole = len(before.ids) + len(written.ids)
@@ -219,14 +233,15 @@ class TurnLoop:
         return None
 
     def _call(self, key: int, calls: Sequence[Mapping[str, Any]]) -> None:
-        """Begin a turn's calls, in a thread of their own."""
+        """Begin a turn's calls of tools, in a thread of their own."""
         work = partial(self.tools.make, calls, self.offers[key].tools)
         if self.journal is not None:
             work = partial(self.journal.make, key, calls, self.offers[key].tools, self.tools.make)
         self._at_tools[key] = in_thread(work, "turns: calls")
 
     def _answer(self, key: int, calls: Sequence[Call]) -> None:
-        """Put the answers of a turn's calls behind it, if there is room for them."""
+        """Put the answers of a turn's calls behind it, after which the trajectory is ready; end it if there is no room
+        for them."""
         one = self.trajectories[key]
         last = replace(one.turns[-1], calls=tuple(calls))
         if any(call.cut for call in calls):
@@ -241,6 +256,7 @@ class TurnLoop:
         self._ready.add(key)
 
     def _end(self, key: int, one: Trajectory, reason: str) -> None:
+        """End trajectory ``key``, now ``one``, for a reason (``Trajectory.ended``)."""
         turns = one.turns
         if turns:
             turns = (*turns[:-1], replace(turns[-1], ended=reason))
@@ -248,7 +264,7 @@ class TurnLoop:
 
 
 def message_of(call: Call) -> dict[str, Any]:
-    """Return the message that tells the policy a tool's answer, as TRL writes it: a list as it is, else text."""
+    """Return the message with which a tool answers the policy, as TRL writes it: a list as it is, else text."""
     content = call.answer
     if not isinstance(content, list):
         content = str(content)

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """Tokens as an engine wrote them for a turn, or such as stand between.
+    """Tokens of a trajectory: those that an engine wrote for a turn, or tool answers and inserted text.
 
     Args:
         ids: the tokens.
         logprobs: their log-probs in nats, NaN where ``mask`` is 0; ``None``: the engine gives none.
-        version: optimizer steps that the policy had taken.
-        mask: 1 for a token that the policy wrote, 0 for another's; ``None``: it wrote all.
+        version: optimizer steps that the policy had taken; 0 for tokens that it did not write.
+        mask: 1 for a token that the policy wrote, 0 for another; ``None``: it wrote all.
     """
 
     ids: list[int]
@@ -26,18 +26,18 @@ class TurnTokens:
 
     @property
     def written(self) -> list[int]:
-        """The mask, also where it is ``None``."""
+        """Return the mask as a list, all 1 where it is ``None``."""
         if self.mask is None:
             return [1] * len(self.ids)
         return self.mask
 
     @classmethod
     def foreign(cls, ids: Sequence[int]) -> TurnTokens:
-        """Return tokens that the policy did not write."""
+        """Make tokens that the policy did not write: ``mask`` 0, log-probs NaN."""
         return cls(list(ids), [math.nan] * len(ids), 0, [0] * len(ids))
 
     def then(self, later: TurnTokens) -> TurnTokens:
-        """Return these tokens with later ones behind them, whose version it has."""
+        """Return these tokens with ``later`` behind them. The version is that of ``later``."""
         logprobs = None
         if self.logprobs is not None and later.logprobs is not None:
             logprobs = [*self.logprobs, *later.logprobs]
@@ -65,13 +65,15 @@ class ParsedTurn:
 
 
 class TurnEngine(Protocol):
-    """An engine whose requests end one by one."""
+    """An engine that writes turns: the loop submits requests and collects those that have ended."""
 
-    #: Whether requests are only answered all together. Then the loop hands in what is ready, and waits for all of it.
+    #: Whether requests are only answered all together. The loop then submits all that is ready, and waits for all.
     in_rounds: bool
 
     def submit(self, key: int, ids: list[int], room: int) -> None:
-        """Ask for at most ``room`` tokens that follow ``ids``. ``key`` names the request."""
+        """Ask for at most ``room`` tokens that follow ``ids``. ``key`` names the request: the index of its
+        trajectory."""
 
     def collect(self, wait: float) -> list[tuple[int, TurnTokens]]:
-        """Return what has ended. Wait at most ``wait`` seconds if nothing has; in rounds, as long as they take."""
+        """Return (key, tokens) of the requests that have ended. If none has, wait for one for at most ``wait`` seconds;
+        an engine that answers in rounds waits for all."""

@@ -3,9 +3,9 @@
     seen by the policy     prompt | turn 1 | answers | turn 2 | answers
     rendered anew          template(messages that turns 1 and 2 were parsed to, and the tools' messages)
 
-The loop goes on from what the policy saw, so both need not be equal. But a model that is used with the template alone
-will see the second: where a plain call or thinking becomes other text, that is told. A template that cannot answer a
-turn at all is refused.
+The loop goes on from what the policy saw, so the two need not be equal. But a model that is later used with the
+template alone will see the second. So ``check_template`` reports where a plain call or thinking becomes other text. It
+refuses a template with which the loop cannot go on.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from typing import Any
 
 from grpo_lab.turns.dialogue import PROBE, THOUGHTS, ChatDialogue, calling
 
-#: What stands in the probes for thinking.
+#: Text that stands for thinking in the probes.
 THOUGHT = "one thought 5e1a"
 DROPS_THINKING = "drops thinking of earlier turns"
 
 
 def check_template(dialogue: ChatDialogue, earlier_thinking: str = "keep") -> tuple[str, ...]:
-    """Return what the template writes otherwise in earlier turns, a phrase each.
+    """Return a phrase for each thing in earlier turns that the template writes otherwise than the policy.
 
-    Raise ``CutAnew`` for a template that writes a turn differently once it is answered, and ``ValueError`` for calls
-    that cannot be read back, or if thinking is dropped and ``rollout.turns.earlier_thinking`` is ``refuse``.
+    Args:
+        dialogue: tokenizer and template.
+        earlier_thinking: ``rollout.turns.earlier_thinking``, ``keep`` or ``refuse``.
+
+    Raises:
+        CutAnew: the template writes a turn differently once it is answered.
+        ValueError: a call that the template writes cannot be read back, or it drops thinking and that is refused.
     """
     call = _written(dialogue, {})
     seen, anew = _two_turns(dialogue, call)
@@ -51,7 +56,8 @@ def _asking() -> list[dict[str, Any]]:
 
 
 def _written(dialogue: ChatDialogue, more: dict[str, Any]) -> str:
-    """Return a call as a policy writes it behind the header of its turn, up to the end of the turn."""
+    """Return the text of a turn with a call of the probe tool, as a policy writes it behind the header of its turn.
+    ``more``: further keys of the message, such as its thinking."""
     asked, called = calling(PROBE)
     called["tool_calls"][0]["function"]["arguments"] = {"text": "two words"}
     header = dialogue.rendered([asked], add_generation_prompt=True)
@@ -62,7 +68,8 @@ def _written(dialogue: ChatDialogue, more: dict[str, Any]) -> str:
 
 
 def _two_turns(dialogue: ChatDialogue, text: str) -> tuple[str, str]:
-    """Return two turns of the same text as the policy saw them, and as the template renders their messages."""
+    """Return two turns of the same text, both answered: as the policy saw them, and as the template renders their
+    messages."""
     messages = _asking()
     ids = dialogue.encoded(dialogue.rendered(messages, add_generation_prompt=True))
     for _ in range(2):

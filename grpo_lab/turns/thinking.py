@@ -2,8 +2,9 @@
 
     thinking, at most ``budget`` tokens  |  the text that ends it, inserted  |  the rest of the turn
 
-Thinking that is closed in time goes on without inserted text, and a turn that ends by itself has ended. The budget
-holds where a turn begins with thinking and has room for the budget, the inserted text and an answer.
+If the policy closes its thinking within the budget, no text is inserted; if it ends its turn there, no rest is asked
+for. The budget applies only where a turn begins with thinking and has room for the budget, the inserted text and at
+least one token of an answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class BudgetedTurns:
     """A ``TurnEngine`` whose turns keep a thinking budget.
 
     Args:
-        engine: writes a turn in one request, or in two: its thinking, then the rest.
+        engine: engine that writes a turn in one request, or in two: its thinking, then the rest.
         settings: the budget, and the text that ends the thinking.
     """
 
@@ -28,6 +29,7 @@ class BudgetedTurns:
         self._heads: dict[int, TurnTokens] = {}
 
     def submit(self, key: int, ids: list[int], room: int) -> None:
+        """Ask for a turn: for its thinking alone where the budget applies, else for the whole turn."""
         budget = self._settings.budget
         stop_ids = self._settings.stop_ids
         if room <= budget + len(stop_ids) or not self._settings.thinks(ids):
@@ -39,7 +41,7 @@ class BudgetedTurns:
             self._engine.submit(key, ids, budget)
 
     def collect(self, wait: float) -> list[tuple[int, TurnTokens]]:
-        """Return turns that have ended. Those whose thinking has ended are asked for again."""
+        """Return turns that have ended. A turn of which only the thinking has ended is submitted again for its rest."""
         ended = []
         for key, made in self._engine.collect(wait):
             if key in self._thinking:
@@ -54,7 +56,7 @@ class BudgetedTurns:
         return ended
 
     def _closed(self, ids: list[int], thinking: TurnTokens) -> TurnTokens:
-        """Return thinking with the text behind it that ends it, unless it has ended."""
+        """Return the thinking, with the text behind it that ends it unless the policy closed it."""
         if self._settings.must_cut(ids, thinking.ids):
             return thinking.then(TurnTokens.foreign(self._settings.stop_ids))
         return thinking

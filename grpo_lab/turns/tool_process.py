@@ -1,9 +1,9 @@
 """What one call of a tool gives, and tools that run in processes of their own.
 
-A process here is a worker of ``sandbox.fork_server``. The tool is imported there by its name, once; arguments and
-answers are sent as JSON, never as pickles. The process sees none of the run's environment variables but the path and
-the language, and what it prints is dropped. It is no jail: the tool is the team's own code, which may hang, crash or
-fork (a child that leaves the process group outlives it). A program of the model belongs into a jail
+Such a process is a worker of ``sandbox.fork_server``. It imports the tool by its name, once; arguments and answers are
+sent as JSON, never as pickles. Of the run's environment variables it gets a few such as the path and the language
+(``sandbox.workers``), and what it prints is dropped. It is no jail: the tool is the team's own code, which may hang,
+crash or fork (a child that leaves the process group outlives it). A program of the model belongs into a jail
 (``rewards/code.py``), which a tool may ask for.
 """
 
@@ -30,18 +30,20 @@ from grpo_lab.visible import encodable
 _ADDRESS_SPACE = 1 << 34
 """Bytes that a process may map: enough for tools that import torch, too little to take the machine with it."""
 _STARTS = 3
+"""How often a process is started that ends before it is ready."""
 
 
 @dataclass(frozen=True)
 class ToolOutcome:
-    """What a call gave: the content of the tool's message, and why it is no proper answer (``Call.failure``)."""
+    """Result of a call: the content of the tool's message to the policy, and why that is no proper answer
+    (``Call.failure``; ``None``: it is one)."""
 
     content: Any
     failure: str | None = None
 
 
 def failed(why: object, failure: str = "raised") -> ToolOutcome:
-    """Return the outcome that tells the policy of an error, in TRL's words."""
+    """Return the outcome with the error message ``why``, in TRL's form, and the failure ``failure``."""
     return ToolOutcome(tidy(str({"error": str(why)})), failure)
 
 
@@ -49,7 +51,7 @@ def raised(error: BaseException) -> ToolOutcome:
     """Return the outcome of a call that raised."""
     try:
         return failed(str(error))
-    except BaseException:  # its own text raises, too
+    except BaseException:  # its `__str__` raises, too
         return failed(type(error).__name__)
 
 
@@ -78,7 +80,7 @@ def tidy(value: Any) -> Any:
 
 
 def called(tool: Callable[..., Any], arguments: Any) -> ToolOutcome:
-    """Call a tool in this thread. Whatever it raises is an outcome."""
+    """Call a tool in this thread. Any exception, ``SystemExit`` too, becomes an outcome."""
     own = os.getpid()
     try:
         return ToolOutcome(content_of(tool(**arguments)))
@@ -89,7 +91,7 @@ def called(tool: Callable[..., Any], arguments: Any) -> ToolOutcome:
 
 
 async def awaited(tool: Callable[..., Any], arguments: Any) -> ToolOutcome:
-    """Await an async tool. Whatever it raises is an outcome."""
+    """Await an async tool. Any exception, ``SystemExit`` too, becomes an outcome."""
     own = os.getpid()
     try:
         return ToolOutcome(content_of(await tool(**arguments)))
@@ -100,14 +102,14 @@ async def awaited(tool: Callable[..., Any], arguments: Any) -> ToolOutcome:
 
 
 def _end_a_fork_of(own: int) -> None:
-    """End this process if the tool has forked it. Only the process ``own`` goes on, or a call would be answered
-    twice."""
+    """End this process unless its pid is ``own``: a process that the tool has forked must not answer the call, too."""
+
     if os.getpid() != own:
         os._exit(0)
 
 
 def address_of(tool: Callable[..., Any]) -> str:
-    """Return ``module:name``, by which another process finds the tool. Raises ``ValueError`` if none can."""
+    """Return ``module:name``, by which another process imports the tool. Raises ``ValueError`` if it cannot."""
     module = getattr(tool, "__module__", None)
     name = getattr(tool, "__qualname__", type(tool).__name__)
     found: Any = sys.modules.get(str(module))
@@ -127,8 +129,8 @@ def address_of(tool: Callable[..., Any]) -> str:
 
 
 def handler_of(address: str) -> Handler:
-    """Import the tool at ``address`` and return what answers its calls in a process: ``{"content": …, "failure": …}``
-    for the arguments of a call."""
+    """Import the tool at ``address`` and return the handler of its process: a function that calls the tool with the
+    arguments it is given, and returns the outcome as ``{"content": …, "failure": …}``."""
     module, name = address.split(":")
     tool: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -152,7 +154,7 @@ def handler_of(address: str) -> Handler:
 
 
 class ToolProcesses:
-    """Processes that run one tool: one for each of its calls that are on their way, kept for later calls.
+    """Processes that run one tool. Each call on its way has one to itself, which is then kept for later calls.
 
     Args:
         address: the tool (``address_of``).
@@ -173,7 +175,7 @@ class ToolProcesses:
         self._closed = False
 
     def warm_up(self) -> None:
-        """Begin to import the tool in another process, and return at once."""
+        """Begin to import the tool in the fork server, and return at once."""
         with self._lock:
             self._running()
 
@@ -202,7 +204,7 @@ class ToolProcesses:
         return failed(next(iter(message.values())))
 
     def close(self) -> None:
-        """End all processes. Calls that are on their way answer that their process has ended."""
+        """End all processes. A call on its way then returns a failure that says that its process has ended."""
         with self._lock:
             self._closed = True
             self._idle.clear()
@@ -210,7 +212,8 @@ class ToolProcesses:
                 self._server.end(at_once=not self._imported)  # else it ends the children of its workers first
 
     def _ready(self) -> WorkerProcess:
-        """Return a process that waits for a call: an idle one, or a new one."""
+        """Return a process that is ready for a call: an idle one, or a new one. Raises ``VerifierError`` if none can be
+        started."""
         why: Any = ""
         for _ in range(_STARTS):
             with self._lock:
@@ -230,12 +233,12 @@ class ToolProcesses:
         raise VerifierError(f"no process of the tool {self.address} could be started: {why}")
 
     def _running(self) -> ForkServerProcess:
-        """Return the fork server; start one if there is none."""
+        """Return the running fork server; start one if there is none. The caller must hold the lock."""
         if self._closed:
             raise VerifierError(f"the processes of the tool {self.address} are closed")
         if self._server is None or self._server.process.poll() is not None:
             self._server = ForkServerProcess(self._handler, self._limits)
-            self._idle.clear()  # they have ended with the earlier one
+            self._idle.clear()  # these ended with the earlier server
         return self._server
 
     def _end(self, worker: WorkerProcess) -> None:
@@ -244,7 +247,7 @@ class ToolProcesses:
 
 
 def _reply(worker: WorkerProcess) -> dict[str, Any]:
-    """Wait for the next message of a process (``WorkerProcess.receive``), until its deadline."""
+    """Wait for the next message of a process (``WorkerProcess.receive``); at its deadline return ``{"timeout": …}``."""
     with selectors.DefaultSelector() as selector:
         selector.register(worker, selectors.EVENT_READ)
         while selector.select(max(0.0, worker.deadline - time.monotonic())):

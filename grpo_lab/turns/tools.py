@@ -3,10 +3,10 @@
     sync tools      one after the other, in the order written; each in a thread of its own, or in a process
     async tools     then side by side, on one event loop; their answers stand behind those of the sync ones
 
-What a call is told is TRL's text: ``str(answer)``, a list as it is, ``{"error": …}`` for an error. Here a tool may
-raise anything, ``SystemExit`` too, or hang: a call that takes longer than ``tool_seconds`` is given up. A process is
-killed then, an async tool cancelled, a thread left alone. No thread of tools keeps the interpreter from ending. But a
-thread that calls ``os._exit``, or crashes in C, ends the run: tools that may do so belong into processes.
+The content of an answer is TRL's: ``str(answer)``, a list as it is, ``{"error": …}`` for an error. Unlike in TRL, a
+tool may raise anything, ``SystemExit`` too, or hang: a call that takes longer than ``tool_seconds`` is given up. A
+process is killed then, an async tool cancelled, a thread left alone. No thread of tools keeps the interpreter from
+ending. But a thread that calls ``os._exit``, or crashes in C, ends the run: tools that may do so belong into processes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,14 @@ THREAD = "turns: tool"
 
 @dataclass(frozen=True)
 class Wanted:
-    """A call as the policy wrote it. ``tool`` is ``None`` where it cannot be made, and ``outcome`` says why."""
+    """A call as the policy wrote it.
+
+    Args:
+        name: name of the tool.
+        arguments: its arguments, parsed.
+        tool: the function to call; ``None`` if the call cannot be made.
+        outcome: what the policy is told if the call cannot be made.
+    """
 
     name: str
     arguments: Any = None
@@ -57,7 +64,8 @@ class Wanted:
 
     @classmethod
     def read(cls, call: Any, tools: Named) -> Wanted:
-        """Read TRL's form, ``{"type": "function", "function": {"name", "arguments"}}``, or the flat one."""
+        """Read an entry of ``tool_calls``, in TRL's form ``{"type": "function", "function": {"name", "arguments"}}`` or
+        as the inner mapping alone."""
         try:
             kind = call.get("type", "function")
             if kind != "function":
@@ -75,7 +83,7 @@ class Wanted:
 
     @property
     def waits(self) -> bool:
-        """Whether its answer comes behind those of the sync tools: an async tool, and arguments that fit."""
+        """Return whether the call comes after those of the sync tools: its tool is async, and its arguments fit."""
         if not inspect.iscoroutinefunction(self.tool):
             return False
         try:
@@ -89,8 +97,8 @@ class ToolCalls:
     """Calls of tools, each with its limits.
 
     Args:
-        settings: limits.
-        cut: ``ChatDialogue.cut``, which shortens a text to a number of tokens. One thread at a time calls it.
+        settings: the limits.
+        cut: ``ChatDialogue.cut``, which shortens a text to a number of tokens. Only one thread at a time calls it.
     """
 
     def __init__(self, settings: TurnSettings, cut: Callable[[str, int], tuple[str, bool]]) -> None:
@@ -99,26 +107,30 @@ class ToolCalls:
         self._cutting = threading.Lock()
         self._slots = threading.Semaphore(settings.threads)
         self._processes: dict[str, ToolProcesses] = {}
-        self._asyncs = [OwnLoop("turns: async tools")]  # the last one is in use; others were blocked
+        self._asyncs = [OwnLoop("turns: async tools")]  # the last one is in use; a tool has blocked each before it
         self._end = weakref.finalize(self, _end_all, self._asyncs, self._processes, os.getpid())
 
     def check(self, tools: Iterable[Tool]) -> None:
-        """Begin to start the processes of tools, before the first step. ``tools`` are all of the run, bound methods of
-        environments among them. Raises ``ValueError`` if one cannot run in the process that it is marked for."""
+        """Begin to start the processes of tools, before the first step. ``tools`` are all tools of the run, with the
+        methods of environments. Raises ``ValueError`` if a tool is marked for a process and cannot run in one."""
         for tool in tools:
             if runs_in_process(tool):
                 self._processes_of(tool).warm_up()
 
     def make(self, calls: Sequence[Mapping[str, Any]], tools: Named) -> list[Call]:
-        """Make the calls of one turn, and wait for them, in any thread. Return a ``Call`` for each, in the order of
-        their answers.
+        """Make the calls of one turn, and wait for them. Any thread may call this. A fault of a tool or of the policy
+        becomes an answer.
 
         Args:
             calls: ``tool_calls`` of the policy's message.
-            tools: name → function, a method of the trajectory's environment among them.
+            tools: name → function; methods of the trajectory's environment are among them.
 
-        Raises ``ValueError`` if a tool cannot run in a process, ``VerifierError`` if no process of a tool can be
-        started. A fault of a tool or of the policy is an answer.
+        Returns:
+            A ``Call`` for each, in the order of their answers: those of sync tools first.
+
+        Raises:
+            ValueError: a tool that is marked for a process cannot run in one.
+            VerifierError: no process of a tool can be started.
         """
         wanted = [Wanted.read(call, tools) for call in calls]
         made = [self._made(one) for one in wanted if not one.waits]
@@ -126,11 +138,12 @@ class ToolCalls:
         return made + [call.result() for call in later]
 
     def close(self) -> None:
-        """End processes and event loops; what they were at is cancelled. Garbage collection and the end of the
-        interpreter do it, too."""
+        """End processes and event loops, and with them the calls that are on their way. Garbage collection and the end
+        of the interpreter do the same."""
         self._end()
 
     def _made(self, wanted: Wanted) -> Call:
+        """Make one call, after a failure again as often as settings and tool allow. Return it with its answer."""
         if not self._end.alive:
             raise RuntimeError("the tools are closed; a call came after `close()`")
         if wanted.tool is None:
@@ -150,7 +163,7 @@ class ToolCalls:
         return self._told(wanted, outcome, seconds, tries)
 
     def _told(self, wanted: Wanted, outcome: ToolOutcome, seconds: float, tries: int) -> Call:
-        """Return the finished call, its texts cut to ``tool_tokens``."""
+        """Return the finished call, with the texts of its answer cut to ``tool_tokens``."""
         content = outcome.content
         cut = False
         if self._settings.tool_tokens is not None:
@@ -159,7 +172,7 @@ class ToolCalls:
         return Call(wanted.name, wanted.arguments, content, outcome.failure, seconds, tries, cut)
 
     def _shortened(self, content: Any, tokens: int) -> tuple[Any, bool]:
-        """Cut a text, or each text among blocks."""
+        """Cut a text, or each text in a list of content blocks; return the content and whether anything was cut."""
         if isinstance(content, str):
             return self._cut(content, tokens)
         blocks = []
@@ -173,13 +186,14 @@ class ToolCalls:
         return blocks, any_cut
 
     def _slot(self, tool: Tool) -> AbstractContextManager[Any]:
-        """Return one of the ``threads`` places of threads and processes. A call that is given up leaves its place."""
+        """Return what a call must hold while it runs: one of ``threads`` places for a thread or a process, nothing for
+        an async tool. A call that is given up frees its place."""
         if inspect.iscoroutinefunction(tool) and not runs_in_process(tool):
             return contextlib.nullcontext()
         return self._slots
 
     def _tried(self, tool: Tool, arguments: Any) -> ToolOutcome:
-        """Call a tool once. It gets its own copy of the arguments: what it does to them is not in the transcript."""
+        """Call a tool once, with a copy of the arguments, so that those in the transcript stay as they were written."""
         try:
             arguments = copy.deepcopy(arguments)
         except RecursionError as error:
@@ -194,6 +208,7 @@ class ToolCalls:
         return timed_out(self._settings.tool_seconds)
 
     def _awaited(self, tool: Tool, arguments: Any) -> ToolOutcome:
+        """Call an async tool once, on the event loop. A loop that a tool has blocked is replaced by a new one."""
         loop = self._asyncs[-1]
         outcome = loop.run(awaited(tool, arguments))
         if wait([outcome], self._settings.tool_seconds).done:
@@ -204,6 +219,7 @@ class ToolCalls:
         return timed_out(self._settings.tool_seconds)
 
     def _processes_of(self, tool: Tool) -> ToolProcesses:
+        """Return the processes of a tool that is marked for one. Raises ``ValueError`` if it cannot run there."""
         address = address_of(tool)
         return self._processes.setdefault(address, ToolProcesses(address, self._settings.tool_seconds))
 

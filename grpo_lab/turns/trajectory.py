@@ -7,8 +7,9 @@ trajectory is then
 
 Tool answers carry no loss: ``mask`` is 0 there and ``logprobs`` NaN.
 
-Tokens are only ever appended, never cut anew: what the policy saw before a turn is the beginning of what it saw before
-the next one. Each turn notes a checksum of the tokens before it, and ``unbroken`` holds the finished row against them.
+Tokens are only ever appended. Text is never tokenized a second time, so what the policy saw before a turn is the
+beginning of what it saw before the next one. Each turn keeps a checksum of the tokens before it, by which ``unbroken``
+checks the finished row.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from grpo_lab.turns.protocols import TurnTokens
 
 
 class CutAnew(ValueError):
-    """Tokens of an earlier turn would be others than those that the policy saw."""
+    """Raised if tokens of an earlier turn would be others than those that the policy saw, as text would be tokenized a
+    second time."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Call:
 
     Args:
         name: name of the tool as the policy wrote it.
-        arguments: the arguments as the policy wrote them, parsed.
-        answer: what the policy is told, cut to the limit.
+        arguments: its arguments as the policy wrote them, parsed.
+        answer: content of the tool's message to the policy, cut to the limit.
         failure: why there is no proper answer: ``raised``, ``timed_out``, ``unknown`` (no such tool), ``unparsable``,
             ``interrupted`` (the run was killed meanwhile); ``None``: the tool has answered.
         seconds: wall-clock seconds of all tries together.
@@ -58,9 +60,9 @@ class Turn:
         first: index of its first own token in the completion.
         end: index behind its last own token, so that it has ``end - first`` tokens.
         version: optimizer steps that the policy had taken when it wrote this turn.
-        calls: the tools' calls, in the order of their answers.
-        limit: limit that this turn reached: ``turn_tokens``, ``tool_tokens``, or ``None``.
-        inserted: how many of its tokens a thinking budget put there (they carry no loss).
+        calls: its calls of tools, in the order of their answers.
+        limit: limit that this turn reached: ``turn_tokens`` (its own tokens), ``tool_tokens`` (an answer), or ``None``.
+        inserted: number of its tokens that a thinking budget put there, which carry no loss.
         ended: why the trajectory ended with this turn (``Trajectory.ended``); ``None``: it went on.
         seen: checksum of the tokens before it, prompt included (``checksum``).
     """
@@ -87,9 +89,9 @@ class Trajectory:
             where the engine gave none.
         messages: the assistant's and the tools' messages, as TRL's rewards get them.
         turns: turns so far.
-        ended: why it has ended: ``answered`` (no further call), ``turns`` (limit of turns), ``completion`` (no room
-            left in ``max_completion_length`` or in the context), ``turn_tokens`` (its last turn was cut there, and
-            calls nothing), ``unparsable``; ``None``: it goes on.
+        ended: why it has ended: ``answered`` (its last turn calls no tool), ``turns`` (limit of turns), ``completion``
+            (no room left in ``max_completion_length`` or in the context), ``turn_tokens`` (its last turn was cut at
+            that limit, and calls no tool), ``unparsable`` (a call could not be read); ``None``: it goes on.
     """
 
     prompt: list[int]
@@ -102,16 +104,16 @@ class Trajectory:
 
     @classmethod
     def begin(cls, prompt: Sequence[int]) -> Trajectory:
-        """Return a trajectory without a token yet."""
+        """Make the trajectory of a prompt, with no token yet."""
         return cls(list(prompt), [], [], [], [])
 
     @property
     def so_far(self) -> list[int]:
-        """Tokens that the engine goes on from: the prompt and the completion."""
+        """Return the tokens that the engine goes on from: the prompt's and the completion's."""
         return [*self.prompt, *self.ids]
 
     def with_own(self, made: TurnTokens) -> Trajectory:
-        """Return the trajectory with one more turn of the policy, whose message and calls are not there yet."""
+        """Return the trajectory with one more turn of the policy. Its message and calls must be added to it."""
         first = len(self.ids)
         turn = Turn(
             first,
@@ -137,12 +139,13 @@ def calls_of(turns: Iterable[Turn]) -> list[Call]:
 
 
 def checksum(ids: Sequence[int], begun: int = 0) -> int:
-    """Return the CRC-32 of tokens. ``begun`` is the checksum of those before them."""
+    """Return the CRC-32 of token ids. ``begun`` is the checksum of those before them."""
     return zlib.crc32(array("q", ids).tobytes(), begun)
 
 
 def unbroken(turns: Sequence[Turn], prompt: Sequence[int], completion: Sequence[int], template: str) -> None:
-    """Raise ``CutAnew`` if a row does not begin with what the policy saw before each of its turns."""
+    """Raise ``CutAnew`` if the tokens of a finished row, ``prompt`` and ``completion``, do not begin with what the
+    policy saw before each of its turns. ``template``: name of the chat template, for the message."""
     known = checksum(prompt)
     end = 0
     for number, turn in enumerate(turns, start=1):

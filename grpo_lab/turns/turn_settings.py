@@ -64,42 +64,43 @@ class TurnSettings:
 
 
 def repeatable(tool: Tool) -> Tool:
-    """Mark a tool whose calls may be repeated."""
+    """Mark a tool whose calls may be repeated: they change nothing outside, or the same thing each time."""
     tool.repeatable = True  # type: ignore[attr-defined]
     return tool
 
 
 def in_process(tool: Tool) -> Tool:
-    """Mark a tool that runs in a process of its own: a function of a module, with plain values for arguments. It sees
-    no keys of the run's environment variables. An environment's method cannot: its object lives in the trainer."""
+    """Mark a tool that runs in a process of its own: a function of a module, with plain values for arguments. The
+    process does not get the run's environment variables, so no keys. A method of an environment cannot run there, since
+    its object lives in the trainer."""
     tool.in_process = True  # type: ignore[attr-defined]
     return tool
 
 
 def may_repeat(tool: Callable[..., Any]) -> bool:
-    """Return whether a call of the tool may be made again: marked, or a method of a repeatable environment."""
+    """Return whether a call of the tool may be made again: it is marked, or a method of a repeatable environment."""
     owner = getattr(tool, "__self__", None)
     return bool(getattr(tool, "repeatable", False) or getattr(owner, "repeatable", False))
 
 
 def runs_in_process(tool: Callable[..., Any]) -> bool:
-    """Return whether the tool runs in a process."""
+    """Return whether the tool is marked with ``in_process``."""
     return bool(getattr(tool, "in_process", False))
 
 
 def has_state(environment: Any) -> bool:
-    """Return whether the environment's state can be kept and loaded."""
+    """Return whether the environment offers ``state_dict`` and ``load_state_dict``."""
     return hasattr(environment, "state_dict") and hasattr(environment, "load_state_dict")
 
 
 def goes_on(environment: Any) -> bool:
-    """Return whether a killed run can go on inside a trajectory in the environment (``None``: there is none)."""
+    """Return whether a killed run can go on inside a trajectory with this environment, or with none (``None``)."""
     return environment is None or has_state(environment) or bool(getattr(environment, "deterministic", False))
 
 
 def plain_state(environment: Any) -> Any:
-    """Return ``environment.state_dict()``, or ``None`` where it offers none. Raise ValueError if JSON would not give it
-    back as it is."""
+    """Return ``environment.state_dict()``, or ``None`` if it offers none. Raises ValueError if the state would change
+    on the way through JSON."""
     if not has_state(environment):
         return None
     state = environment.state_dict()
