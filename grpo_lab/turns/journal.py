@@ -207,8 +207,8 @@ class TurnJournal:
 
 
 class RememberingEngine:
-    """A ``TurnEngine`` that answers from its journal as long as that has an answer. It passes all other requests on to an
-    engine that streams, and writes the answers of that into the journal."""
+    """A ``TurnEngine`` that answers from its journal as long as that has an answer. It passes all other requests on to
+    an engine that streams, and writes the answers of that into the journal."""
 
     in_rounds = False
 
