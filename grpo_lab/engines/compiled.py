@@ -64,9 +64,9 @@ class CompiledGenerate:
             ValueError: `refuse_compiled` finds a reason against compiled forwards.
         """
         refuse_compiled(model, generation_config, more)
-        said = filled_config(generation_config, model)
-        ends = torch.tensor(ends_of(said), dtype=torch.long, device=input_ids.device)
-        pad = int(next((token for token in (said.pad_token_id, *ends.tolist()) if token is not None), 0))
+        filled = filled_config(generation_config, model)
+        ends = torch.tensor(ends_of(filled), dtype=torch.long, device=input_ids.device)
+        pad = int(next((token for token in (filled.pad_token_id, *ends.tolist()) if token is not None), 0))
         if input_ids.size(1) == 1:  # the cache must hold a token before the last: a column of padding
             ids = torch.nn.functional.pad(input_ids, (1, 0), value=pad)
             mask = torch.nn.functional.pad(attention_mask, (1, 0), value=0)
@@ -76,7 +76,7 @@ class CompiledGenerate:
             reason = "the model does not keep a prompt's keys and values as they are read"
             raise ValueError(f"{REFUSED} {reason}; {INSTEAD}")
         width = input_ids.size(1)
-        most = width + int(said.max_new_tokens)
+        most = width + int(filled.max_new_tokens)
         result = input_ids.new_full((input_ids.size(0), most), pad)
         result[:, :width] = input_ids
 

@@ -70,23 +70,22 @@ def generate_by_groups(
     Returns:
         Prompts and completions ``[B, L + T]``.
     """
-    asked = {"logits_processor": logits_processor, **more}
-    said = filled_config(generation_config, model)
+    arguments = {"logits_processor": logits_processor, **more}
+    filled = filled_config(generation_config, model)
     width = input_ids.size(1)
-    room = int(said.max_new_tokens or 0)
-    held = None
+    room = int(filled.max_new_tokens or 0)
+    read = None
     reason = not_by_groups(model, generation_config, more)
     if reason is None:
-        held = prompts_read_once(model, input_ids, attention_mask, room)
-        reason = None
-        if held is None:
-            reason = "it does not keep a prompt's keys and values as they are read"
-    if held is None:
-        say_left_to_stock(str(reason))
-        return stock(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **asked)
+        read = prompts_read_once(model, input_ids, attention_mask, room)
+        reason = "it does not keep a prompt's keys and values as they are read"
+    if read is None:
+        say_left_to_stock(reason)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        return stock(**inputs, generation_config=generation_config, **arguments)
     config = deepcopy(generation_config)
-    ends = torch.tensor(ends_of(said), dtype=torch.long, device=input_ids.device)
-    pad = next((token for token in (said.pad_token_id, *ends.tolist()) if token is not None), 0)
+    ends = torch.tensor(ends_of(filled), dtype=torch.long, device=input_ids.device)
+    pad = next((token for token in (filled.pad_token_id, *ends.tolist()) if token is not None), 0)
     result = input_ids.new_full((input_ids.size(0), width + room), int(pad))
     result[:, :width] = input_ids
     rows = torch.arange(input_ids.size(0), device=input_ids.device)
@@ -95,12 +94,12 @@ def generate_by_groups(
     mask = attention_mask
     while longest < width + room and rows.numel():
         config.max_new_tokens = min(STRETCH, width + room - longest)
-        if said.repetition_penalty not in (None, 1.0):
+        if filled.repetition_penalty not in (None, 1.0):
             config.repetition_penalty = 1.0
-            own = _PenaltyOnText(said.repetition_penalty, begins=mask[:, :width].argmax(1))
-            asked["logits_processor"] = [own, *(logits_processor or ())]
+            own = _PenaltyOnText(filled.repetition_penalty, begins=mask[:, :width].argmax(1))
+            arguments["logits_processor"] = [own, *(logits_processor or ())]
         with one_number_a_draw():
-            ids = stock(input_ids=ids, attention_mask=mask, past_key_values=held, generation_config=config, **asked)
+            ids = stock(input_ids=ids, attention_mask=mask, past_key_values=read, generation_config=config, **arguments)
         written = ids[:, longest:]
         longest = ids.size(1)
         result[rows, longest - written.size(1) : longest] = written
@@ -109,7 +108,7 @@ def generate_by_groups(
             rows = rows[goes_on]
             ids = ids[goes_on]
             mask = mask[goes_on]
-            held.batch_select_indices(goes_on)
+            read.batch_select_indices(goes_on)
         mask = torch.cat([mask, mask.new_ones(mask.size(0), written.size(1))], dim=1)
     return result[:, :longest]
 

@@ -230,11 +230,6 @@ class TransformersGenerator:
         import torch
         from tqdm.auto import tqdm
 
-        from grpo_lab.batch import padded
-        from grpo_lab.engines.forward import forward_logprobs
-        from grpo_lab.engines.generate import generate_by_groups
-        from grpo_lab.finite import FiniteScores
-
         context = context_of_config(self.model.config)
         longest = max(map(len, prompts), default=0)
         if context is not None and longest + max_new_tokens > context:
@@ -246,7 +241,6 @@ class TransformersGenerator:
         padding = self.tokenizer.pad_token_id
         pad = stops[0] if padding is None else int(padding)
         config = plain_generation_config(temperature, max_new_tokens, stops, pad)
-        stock: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
         completions: list[list[Completion | None]] = [[None] * n for _ in prompts]
         was_training = self.model.training
         self.model.train(False)
@@ -265,24 +259,39 @@ class TransformersGenerator:
                     torch.manual_seed(seed)
                 for start in range(0, len(tasks), self.batch_size):
                     batch = tasks[start : start + self.batch_size]
-                    ids, mask = padded([prompts[index] for index, _ in batch], pad, self.model.device, left=True)
-                    with torch.no_grad():  # synced, ranks of a launch for ZeRO-3 would wait for one another's tokens
-                        output = generate_by_groups(
-                            stock, self.model, ids, mask, config, [FiniteScores()], synced_gpus=False
-                        )
-                    written = output[:, ids.shape[1] :].tolist()
-                    for (index, sample), row in zip(batch, written, strict=True):
-                        own = until_end(row, stops)
-                        logprobs = None
-                        if self.logprobs:  # a row alone: all logits of a batch may not fit
-                            [logprobs] = forward_logprobs(self.model, [prompts[index]], [own])
-                        completions[index][sample] = Completion(own, bool(own) and own[-1] in stops, logprobs)
+                    written = self._complete([prompts[index] for index, _ in batch], config, stops, pad)
+                    for (index, sample), completion in zip(batch, written, strict=True):
+                        completions[index][sample] = completion
                     bar.update(len(batch))
         except KeyboardInterrupt:
             raise GenerationStopped(completions) from None
         finally:
             self.model.train(was_training)
         return [[c for c in row if c is not None] for row in completions]
+
+    def _complete(
+        self, prompts: Sequence[list[int]], config: GenerationConfig, stops: Sequence[int], pad: int
+    ) -> list[Completion]:
+        """Make one completion of each prompt, in one batch."""
+        import torch
+
+        from grpo_lab.batch import padded
+        from grpo_lab.engines.forward import forward_logprobs
+        from grpo_lab.engines.generate import generate_by_groups
+        from grpo_lab.finite import FiniteScores
+
+        stock: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
+        ids, mask = padded(prompts, pad, self.model.device, left=True)
+        with torch.no_grad():  # synced, ranks of a launch for ZeRO-3 would wait for one another's tokens
+            output = generate_by_groups(stock, self.model, ids, mask, config, [FiniteScores()], synced_gpus=False)
+        completions = []
+        for prompt, row in zip(prompts, output[:, ids.shape[1] :].tolist(), strict=True):
+            own = until_end(row, stops)
+            logprobs = None
+            if self.logprobs:  # a row alone: all logits of a batch may not fit
+                [logprobs] = forward_logprobs(self.model, [prompt], [own])
+            completions.append(Completion(own, bool(own) and own[-1] in stops, logprobs))
+        return completions
 
 
 @dataclass(frozen=True)

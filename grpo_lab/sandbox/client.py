@@ -16,6 +16,7 @@ from grpo_lab.sandbox.workers import Limits
 
 _HANDLER = "grpo_lab.sandbox.judge:judge"
 _BEFORE_FILES = {"namespaces", "user", "landlock"}
+#: What a program must be kept from → walls of which one is needed for that.
 _AT_LEAST = {
     "the files of this user": _BEFORE_FILES,
     "the network and from other processes": {"namespaces", "seccomp"},
@@ -112,33 +113,37 @@ class CodeJudge:
     def walls(self) -> list[str]:
         """Return the names of the walls in use: those asked for, else all that this machine has. Raises ``ValueError``
         if these are too few."""
-        given = [name for name, why in self.missing.items() if not why]
-        if self._wanted is not None:
-            lacking = {name: self.missing.get(name, "unknown") for name in self._wanted if name not in given}
-            if lacking:
-                raise ValueError(
-                    f"`walls` asks for {list(self._wanted)}, and this machine does not give {lacking}. Known: "
-                    f"{list(self.missing)}; None takes what the machine gives"
-                )
-            if _is_root() and not _BEFORE_FILES & set(self._wanted):
-                raise ValueError(
-                    f"`walls` is {list(self._wanted)}, and this is root: a program could write to every file of this "
-                    "machine, /proc/sysrq-trigger and cgroup.kill among them; add one of "
-                    f"{sorted(_BEFORE_FILES)}, or train as another user"
-                )
-            return list(self._wanted)
+        available = [name for name, why in self.missing.items() if not why]
+        if self._wanted is None:
+            self._refuse_too_few(available)
+            return available
+        lacking = {name: self.missing.get(name, "unknown") for name in self._wanted if name not in available}
+        if lacking:
+            raise ValueError(
+                f"`walls` asks for {list(self._wanted)}, and this machine does not give {lacking}. Known: "
+                f"{list(self.missing)}; None takes what the machine gives"
+            )
+        if _is_root() and not _BEFORE_FILES & set(self._wanted):
+            raise ValueError(
+                f"`walls` is {list(self._wanted)}, and this is root: a program could write to every file of this "
+                "machine, /proc/sysrq-trigger and cgroup.kill among them; add one of "
+                f"{sorted(_BEFORE_FILES)}, or train as another user"
+            )
+        return list(self._wanted)
+
+    def _refuse_too_few(self, available: list[str]) -> None:
+        """Raise ``ValueError`` if the walls that this machine has are fewer than ``_AT_LEAST`` asks for."""
         for what, enough in _AT_LEAST.items():
-            if not enough & set(given):
-                by_name = f"or name the walls that are enough for you: `walls: {given}`"
-                if _is_root() and enough is _BEFORE_FILES:
-                    otherwise = "or as another user than root"
-                else:
-                    otherwise = by_name
-                raise ValueError(
-                    f"nothing here keeps a model-written program from {what}: one of {sorted(enough)} is needed, and "
-                    f"this machine gives {given} ({self.missing}). Run it elsewhere, {otherwise}"
-                )
-        return given
+            if enough & set(available):
+                continue
+            if _is_root() and enough is _BEFORE_FILES:
+                otherwise = "or as another user than root"
+            else:
+                otherwise = f"or name the walls that are enough for you: `walls: {available}`"
+            raise ValueError(
+                f"nothing here keeps a model-written program from {what}: one of {sorted(enough)} is needed, and "
+                f"this machine gives {available} ({self.missing}). Run it elsewhere, {otherwise}"
+            )
 
     def judge(self, trials: Sequence[tuple[str, Tests]], *, stop_early: bool) -> list[Trial]:
         """Return one ``Trial`` per (program, tests), in order. ``stop_early`` ends a trial at the first failed test."""

@@ -175,21 +175,26 @@ class ForkServer:
                 if self._woken in readable:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(1 << 12)
-                for number, (pid, channel) in list(self._workers.items()):
-                    ended, status, usage = os.wait4(pid, os.WNOHANG)
-                    if ended:
-                        del self._workers[number]
-                        with contextlib.suppress(ProcessLookupError, PermissionError):
-                            os.killpg(pid, signal.SIGKILL)  # what it has forked
-                        with channel, contextlib.suppress(OSError):
-                            channel.setblocking(False)
-                            code = os.waitstatus_to_exitcode(status)
-                            channel.send(frame({"ended": code, "peak": peak_bytes(usage)}))
+                self._reap()
                 if self._control in readable and not self._receive():
                     return
         finally:
             for number in list(self._workers):
                 self._kill(number)
+
+    def _reap(self) -> None:
+        """Reap the workers that have ended, and report on their sockets how."""
+        for number, (pid, channel) in list(self._workers.items()):
+            ended, status, usage = os.wait4(pid, os.WNOHANG)
+            if not ended:
+                continue
+            del self._workers[number]
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)  # what it has forked
+            with channel, contextlib.suppress(OSError):
+                channel.setblocking(False)
+                code = os.waitstatus_to_exitcode(status)
+                channel.send(frame({"ended": code, "peak": peak_bytes(usage)}))
 
     def _receive(self) -> bool:
         """Read and carry out requests; return False once the socket is closed."""

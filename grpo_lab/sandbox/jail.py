@@ -122,12 +122,12 @@ def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jail
     os.set_blocking(fault, False)
     watcher = os.fork()
     if watcher == 0:
-        _last_resort(theirs, _watch, task, {**keep, _FAULT: theirs}, cell, os.getppid())
+        _run_and_exit(theirs, _watch, task, {**keep, _FAULT: theirs}, cell, os.getppid())
     os.close(theirs)
     return Jailed(watcher, fault)
 
 
-def _last_resort(fault: int, function: Callable[..., int | None], *args: Any) -> NoReturn:
+def _run_and_exit(fault: int, function: Callable[..., int | None], *args: Any) -> NoReturn:
     """Call ``function`` in a forked child and exit with its result (None is 0), never returning into the parent's code.
     The text of an exception goes to the descriptor ``fault``, and the status is 1."""
     status = 1
@@ -169,7 +169,7 @@ def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker
         inner = os.fork()
         if inner == 0:
             os.close(mine)
-            _last_resort(_FAULT, _inside, task, {**keep, _ALIVE: alive}, cell, job)
+            _run_and_exit(_FAULT, _inside, task, {**keep, _ALIVE: alive}, cell, job)
         for fd in {*keep.values(), alive} - {0, 1, 2}:
             os.close(fd)
         status = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
@@ -196,7 +196,7 @@ def _end_descendants(user: int | None) -> None:
             os.kill(-1, signal.SIGKILL)
 
     if user is not None and os.fork() == 0:
-        _last_resort(_FAULT, end_user, user)
+        _run_and_exit(_FAULT, end_user, user)
     deadline = time.monotonic() + _CLEARING_S
     while time.monotonic() < deadline:
         stopped: set[int] = set()
@@ -233,10 +233,11 @@ def _inside(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, job: 
     seen from outside of the jail."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
-    high = {there: os.dup2(here, 100 + there) for there, here in {0: null, 1: null, 2: null, **keep}.items()}
-    for there, here in high.items():
+    # First to high numbers, since a number wanted in the jail may be in use here.
+    parked = {there: os.dup2(here, 100 + there) for there, here in {0: null, 1: null, 2: null, **keep}.items()}
+    for there, here in parked.items():
         os.dup2(here, there)
-    _close_all_but(set(high))
+    _close_all_but(set(parked))
     walls.put_up(cell, job)
     if select.select([_ALIVE], [], [], 0)[0]:
         return  # the watcher ended before `put_up` tied this process to it

@@ -6,7 +6,7 @@ everything at the limit. It ends itself when the trainer has ended. The way of a
 
     assertions, calls    ``_tested``: a tester and the program, each in a jail, joined by a socket. The tester asks the
                          program for values and writes one sign per test to a pipe, which is read here.
-    pairs                ``_script``: for each pair the program runs as a script, in a jail of its own. What it prints
+    pairs                ``_scripts``: for each pair the program runs as a script, in a jail of its own. What it prints
                          is compared here.
 """
 
@@ -68,11 +68,7 @@ def _follow(process: Jailed, pipe: int, most: int, deadline: float) -> tuple[byt
             process.kill()
             return bytes(said), False
         wait = min(0.25, max(0.0, deadline - time.monotonic()))
-        if len(said) <= most:
-            watched: list[Any] = [process, pipe]
-        else:
-            watched = [process]
-        select.select(watched, [], [], wait)
+        select.select([process, pipe], [], [], wait)
         _drain(pipe, said, most)
     _drain(pipe, said, most)
     return bytes(said), len(said) <= most
@@ -113,8 +109,8 @@ def judge(job: dict[str, Any]) -> dict[str, Any] | AtLimit:
     verdict = _judged(job)
     if verdict["end"] != "limit":
         return verdict
-    slept = time.monotonic() - begun >= job["wall_seconds"]
-    return AtLimit(verdict, job["wall_seconds"] if slept else _processor_seconds() - used)
+    clock_ran_out = time.monotonic() - begun >= job["wall_seconds"]
+    return AtLimit(verdict, job["wall_seconds"] if clock_ran_out else _processor_seconds() - used)
 
 
 def _processor_seconds() -> float:
@@ -125,48 +121,38 @@ def _processor_seconds() -> float:
 
 def _judged(job: dict[str, Any]) -> dict[str, Any]:
     """Check the tests, run them in the way of the job's kind, and return the fields of a ``client.Trial``."""
-    up = frozenset(job["walls"])
-    if "namespaces" not in up:
+    walls_up = frozenset(job["walls"])
+    if "namespaces" not in walls_up:
         kernel.hide_memory()
     deadline = time.monotonic() + job["wall_seconds"]
     if len(job["program"]) > 1 << 20:  # still judged: unusable tests must be found with any program
         job = {**job, "program": "raise SystemExit('too long')"}
-    tests = job["tests"]
-    text = job["kind"] == "assertions"
+    if job["kind"] == "pairs":
+        return _scripts(job, walls_up, deadline)
     try:
-        if text:
-            total = tester.compiled(tests, job["entry_point"])[1]
+        if job["kind"] == "assertions":
+            _, total, _ = tester.compiled(job["tests"], job["entry_point"])
         else:
-            total = len(tests)
+            total = len(job["tests"])
     except tester.NoTests as error:
         return _verdict("unusable", why=str(error))
-    if job["kind"] != "pairs":
-        return _tested(job, up, total, deadline)
-    passed, end = 0, "done"
-    for given, expected in tests:
-        right, ended = _script(job, up, given, expected, deadline)
-        passed += right
-        if not ended:
-            end = "limit"
-        if (not right and job["stop_early"]) or _clock_ran_out(deadline):
-            break
-    return _verdict(end, passed, total)
+    return _tested(job, walls_up, total, deadline)
 
 
 def _verdict(end: str, passed: int = 0, total: int = 0, why: str = "") -> dict[str, Any]:
     return {"passed": passed, "total": total, "end": end, "why": why}
 
 
-def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float) -> dict[str, Any]:
+def _tested(job: dict[str, Any], walls_up: frozenset[str], total: int, deadline: float) -> dict[str, Any]:
     """Run a tester and a program, each in a jail and joined by a socket; return the verdict of the tester's report
     (``tester.Run``), in which ``total`` tests are expected."""
     asks, answers = socket.socketpair()
     report, writes = os.pipe()
 
-    with asks, answers, empty_folder(up, deadline) as folder, empty_folder(up, deadline) as apart:
-        cell = Cell(up, folder, job["cpu_seconds"], job["memory_bytes"])
+    with asks, answers, empty_folder(walls_up, deadline) as folder, empty_folder(walls_up, deadline) as apart:
+        cell = Cell(walls_up, folder, job["cpu_seconds"], job["memory_bytes"])
         program = spawn(lambda: _program("calls"), {3: answers.fileno()}, cell)
-        for_tests = Cell(up, apart, job["wall_seconds"], job["memory_bytes"] + (1 << 28))
+        for_tests = Cell(walls_up, apart, job["wall_seconds"], job["memory_bytes"] + (1 << 28))
         testing = spawn(lambda: tester.run(job, 3, 4), {3: asks.fileno(), 4: writes}, for_tests)
         try:
             asks.close()
@@ -196,7 +182,23 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
     return _verdict("done" if ended else "limit", passed, total)
 
 
-def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, deadline: float) -> tuple[bool, bool]:
+def _scripts(job: dict[str, Any], walls_up: frozenset[str], deadline: float) -> dict[str, Any]:
+    """Run the program once for each pair of input and expected output; return the verdict."""
+    passed = 0
+    end = "done"
+    for given, expected in job["tests"]:
+        right, ended = _script(job, walls_up, given, expected, deadline)
+        passed += right
+        if not ended:
+            end = "limit"
+        if (not right and job["stop_early"]) or _clock_ran_out(deadline):
+            break
+    return _verdict(end, passed, len(job["tests"]))
+
+
+def _script(
+    job: dict[str, Any], walls_up: frozenset[str], given: str, expected: str, deadline: float
+) -> tuple[bool, bool]:
     """Run the program as a script with ``given`` as its standard input.
 
     Returns:
@@ -206,11 +208,11 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
     ours, theirs = socket.socketpair()
     output, writes = os.pipe()
     typed = os.memfd_create("input")
-    with ours, theirs, empty_folder(up, deadline) as folder, os.fdopen(typed, "wb") as file:
+    with ours, theirs, empty_folder(walls_up, deadline) as folder, os.fdopen(typed, "wb") as file:
         file.write(given.encode("utf-8", "surrogatepass"))
         file.flush()
         os.lseek(typed, 0, os.SEEK_SET)
-        cell = Cell(up, folder, job["cpu_seconds"], job["memory_bytes"])
+        cell = Cell(walls_up, folder, job["cpu_seconds"], job["memory_bytes"])
         process = spawn(lambda: _program("script"), {0: typed, 1: writes, 3: theirs.fileno()}, cell)
         try:
             theirs.close()
@@ -260,10 +262,12 @@ def _missing(name: str, view_too: bool = True) -> str:
     python = Path(walls.INTERPRETER)
     if alone and not all(way.stat().st_mode & 0o001 for way in (python, *python.parents)):
         return f"{walls.INTERPRETER} is in a folder that only its owner may enter"
-    up = {name, "limits"} | ({"namespaces"} if name == "user" and not alone else set())
+    walls_up = {name, "limits"}
+    if name == "user" and not alone:
+        walls_up.add("namespaces")
     job = {"program": "print(1)", "cpu_seconds": 10.0, "memory_bytes": 1 << 29}
     try:
-        right, _ = _script(job, frozenset(up), "", "1", time.monotonic() + 20.0)
+        right, _ = _script(job, frozenset(walls_up), "", "1", time.monotonic() + 20.0)
     except (RuntimeError, OSError) as error:
         return str(error)
     if right:

@@ -270,7 +270,8 @@ class _Round:
         else:
             how = message.get("crash", "")
         self.lost += 1
-        if not (how and not self.pool.pids) and self.lost <= _MOST_LOST:
+        imports_failed = bool(how) and not self.pool.pids
+        if not imports_failed and self.lost <= _MOST_LOST:
             if worker in self.job_of:
                 self.todo.appendleft(self.job_of.pop(worker))
         elif worker in self.job_of:

@@ -86,27 +86,36 @@ class ProgramServer:
             return dict(pack_error(error, next((number for mine, number in self.errors if mine is error), None)))
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
+        if "call" in request:
+            return self._call(request)
         if "load" in request:
-            return self._load(request["load"])
-        if "leave" in request:
-            thing = self.objects[request["leave"]]
-            error = request["error"]
-            theirs = None
-            if error is not None:
-                theirs = _as_error(error)
-            left = type(thing).__exit__(thing, None if theirs is None else type(theirs), theirs, None)
-            return {"value": bool(left), "args": None}
-        if "get" in request:  # a name of the program; else a method of its class `Solution`, as judges of contests ask
-            names = vars(self.module)
-            name = request["get"]
-            if name in names:
-                found = names[name]
-            else:
-                found = getattr(names["Solution"](), name)
-            return {"value": self._pack(found), "args": None}
+            value: Any = self._load(request["load"])
+        elif "leave" in request:
+            value = self._leave(self.objects[request["leave"]], request["error"])
+        elif "get" in request:
+            value = self._pack(self._found(request["get"]))
+        else:
+            given = [self._unpack(one) for one in request["args"]]
+            value = self._answered(request["what"], self.objects[request["ask"]], given)
+        return {"value": value, "args": None}
+
+    def _leave(self, thing: Any, error: dict[str, Any] | None) -> bool:
+        """Call ``__exit__`` of a context manager; return whether it suppresses the error."""
+        theirs = None
+        if error is not None:
+            theirs = _as_error(error)
+        return bool(type(thing).__exit__(thing, None if theirs is None else type(theirs), theirs, None))
+
+    def _found(self, name: str) -> Any:
+        """Return the program's value of a name, or a method of its class ``Solution``, as judges of contests ask."""
+        names = vars(self.module)
+        if name in names:
+            return names[name]
+        return getattr(names["Solution"](), name)
+
+    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call an object; return the reply with its value and the arguments that it changed in place."""
         given = [self._unpack(one) for one in request["args"]]
-        if "ask" in request:
-            return {"value": self._answered(request["what"], self.objects[request["ask"]], given), "args": None}
         named = {name: self._unpack(one) for name, one in request["named"].items()}
         called = self.objects[request["call"]]
         value = called(*given, **named)
@@ -135,8 +144,8 @@ class ProgramServer:
             return self._keep(value)
         return self._pack(value)
 
-    def _load(self, source: str) -> dict[str, Any]:
-        """Run the program's source and return the reply with the names that it defines."""
+    def _load(self, source: str) -> list[str]:
+        """Run the program's source and return the names that it defines."""
         sys.modules["solution"] = self.module
         if "class Solution" in source:
             # as on contest sites: the signatures that they give use `List` without an import
@@ -144,8 +153,7 @@ class ProgramServer:
             missing = [name for name in typing.__all__ if not hasattr(builtins, name)]
             vars(builtins).update({name: getattr(typing, name) for name in missing})
         exec(compile(source, "<program>", "exec"), self.module.__dict__)
-        names = [name for name in vars(self.module) if isinstance(name, str) and not name.startswith("__")]
-        return {"value": names, "args": None}
+        return [name for name in vars(self.module) if isinstance(name, str) and not name.startswith("__")]
 
     def _pack(self, value: Any) -> Any:
         return pack(value, self._keep)

@@ -176,15 +176,16 @@ class Program:
             return self._own_errors[int(said["again"])]
         kind = self.exception(kinds)
         text = str(said["text"])
-        own = kind.__module__ == "builtins"
+        built_in = kind.__module__ == "builtins"
         try:
-            error = kind(*args) if own else kind.__new__(kind, *args)
+            error = kind(*args) if built_in else kind.__new__(kind, *args)
         except TypeError:
             error = ValueError(text)
         error.__dict__["_text"] = text
-        for name, value in {} if own else said["held"].items():
-            if name.isidentifier() and not name.startswith("_"):
-                error.__dict__[name] = unpack(value, refuse_tag)
+        if not built_in:
+            for name, value in said["held"].items():
+                if name.isidentifier() and not name.startswith("_"):
+                    error.__dict__[name] = unpack(value, refuse_tag)
         return error
 
     def exception(self, kinds: list[tuple[str, str]]) -> type[Exception]:

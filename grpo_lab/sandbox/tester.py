@@ -216,29 +216,38 @@ def _asked_for(tree: ast.Module, called: frozenset[str]) -> set[str]:
 def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
     """Replace each ``if __name__ == "__main__":`` by its body. Skipped, it would be a test that passes."""
     guard = ast.dump(ast.parse('__name__ == "__main__"', mode="eval").body)
-    guarded = [isinstance(one, ast.If) and ast.dump(one.test) == guard for one in body]
-    return [part for one, inside in zip(body, guarded) for part in (one.body if inside else [one])]  # type: ignore[attr-defined]
+    unguarded: list[ast.stmt] = []
+    for one in body:
+        if isinstance(one, ast.If) and ast.dump(one.test) == guard:
+            unguarded += one.body
+        else:
+            unguarded.append(one)
+    return unguarded
 
 
 def _marked_module(body: list[ast.stmt], entry_point: str | None) -> list[ast.stmt]:
     """Mark the tests of a whole text (this module's docstring says what is a test). A function ``check`` that nothing
     calls is called with ``entry_point``, and functions ``test…`` without arguments are called."""
-    check = next((one for one in body if isinstance(one, ast.FunctionDef) and one.name == "check"), None)
+    functions = [one for one in body if isinstance(one, ast.FunctionDef)]
+    check = next((one for one in functions if one.name == "check"), None)
     if check is not None and entry_point is not None and not _calls(body, "check"):
         call = ast.parse(f"check({entry_point})").body[0]
-        if _uses(body, "check"):
+        if _uses(body, "check"):  # within another function
             return [*(_unit(one) if _asserts(one) or _is_call(one) else one for one in body), _unit(call)]
         check.body = _marked(check.body)
         return [*body, call]
-    named = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
-    tests = [one.name for one in named if not (one.args.args or one.args.posonlyargs or one.args.kwonlyargs)]
-    called = [name for name in tests if not _calls(body, name)]
     if check is not None and _calls(body, "check") and _asserts_inside(check):
         if not _called_once(body, "check"):
             return [_unit(one) if _asserts(one) or _calls([one], "check") else one for one in body]
         check.body = _marked(check.body)
         return body
-    return _marked(body, calls_too=not called) + [_unit(ast.parse(f"{name}()").body[0]) for name in called]
+    tests = [one.name for one in functions if one.name.startswith("test") and not _takes_arguments(one)]
+    uncalled = [name for name in tests if not _calls(body, name)]
+    return _marked(body, calls_too=not uncalled) + [_unit(ast.parse(f"{name}()").body[0]) for name in uncalled]
+
+
+def _takes_arguments(function: ast.FunctionDef) -> bool:
+    return bool(function.args.args or function.args.posonlyargs or function.args.kwonlyargs)
 
 
 def _marked(body: list[ast.stmt], calls_too: bool = True) -> list[ast.stmt]:

@@ -107,8 +107,10 @@ def put_up(cell: Cell, job: int) -> None:
         folder = INSIDE
     else:
         os.chdir(folder)
-    counted = "namespaces" in walls or "user" in walls  # else the limit would count other processes of this user
-    _limit(cell, (_THREADS if "seccomp" in walls else _PROCESSES) if counted else None)
+    processes: int | None = None
+    if {"namespaces", "user"} & walls:  # else the limit would count other processes of this user
+        processes = _THREADS if "seccomp" in walls else _PROCESSES
+    _limit(cell, processes)
     if "user" in walls:
         become(job_user(job))
     elif "namespaces" in walls:

@@ -159,10 +159,10 @@ class TurnJournal:
             return self._answered(known, calls, tools, environment, make)
         else:
             answers = [interrupted(Wanted.read(call, tools), environment) for call in calls]
-        rest = iter(make([call for call, answer in zip(calls, answers, strict=True) if answer is None], tools))
-        whole = [next(rest) if one is None else one for one in answers]
-        self.append({**entry, "answers": [kept(one) for one in whole], "state": plain_state(environment)})
-        return whole
+        made = iter(make([call for call, answer in zip(calls, answers, strict=True) if answer is None], tools))
+        answered = [next(made) if answer is None else answer for answer in answers]
+        self.append({**entry, "answers": [kept(one) for one in answered], "state": plain_state(environment)})
+        return answered
 
     def _answered(
         self, known: Mapping[str, Any], calls: Calls, tools: Tools, environment: Any, make: Make
@@ -178,13 +178,13 @@ class TurnJournal:
         before = [Call(**one) for one in known["answers"]]
         again = [call for call in calls if is_rebuilt(Wanted.read(call, tools), environment)]
         names = {Wanted.read(call, tools).name for call in again}
-        rest = iter(make(again, tools))
-        whole = [next(rest) if one.name in names else one for one in before]
+        made = iter(make(again, tools))
+        answered = [next(made) if one.name in names else one for one in before]
         if has_state(environment):
             environment.load_state_dict(known["state"])
         elif getattr(environment, "deterministic", False):
-            check_same(environment, before, whole)
-        return whole
+            check_same(environment, before, answered)
+        return answered
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Write one line."""

@@ -58,18 +58,18 @@ class LoopLimits:
     context: int
     ends: Collection[int]
 
-    def room(self, one: Trajectory) -> int:
+    def room(self, trajectory: Trajectory) -> int:
         """Return how many tokens the next turn of a trajectory may have."""
-        left = self.completion - len(one.ids)
+        left = self.completion - len(trajectory.ids)
         if self.settings.turn_tokens is None:
             return left
         return min(left, self.settings.turn_tokens)
 
-    def admit(self, one: Trajectory, foreign: Sequence[int]) -> bool:
+    def admit(self, trajectory: Trajectory, foreign: Sequence[int]) -> bool:
         """Return whether tool answers, the tokens ``foreign``, fit behind a trajectory: into ``completion``, and with
         at least one token left in ``context``."""
-        completion = len(one.ids) + len(foreign)
-        return completion <= self.completion and len(one.prompt) + completion < self.context
+        completion = len(trajectory.ids) + len(foreign)
+        return completion <= self.completion and len(trajectory.prompt) + completion < self.context
 
 
 @dataclass(frozen=True)
@@ -171,13 +171,13 @@ class TurnLoop:
         that answers in rounds is asked for it too, as in TRL's loop."""
         for key in sorted(self._ready):
             self._ready.remove(key)
-            one = self.trajectories[key]
-            room = self.limits.room(one)
+            trajectory = self.trajectories[key]
+            room = self.limits.room(trajectory)
             if room == 0 and not self.engine.in_rounds:
-                self._end(key, one, "completion")
+                self._end(key, trajectory, "completion")
                 continue
             self._at_engine.add(key)
-            self.engine.submit(key, one.so_far, room)
+            self.engine.submit(key, trajectory.so_far, room)
 
     def _hear_engine(self) -> None:
         """Take the turns that the engine has written."""
@@ -196,29 +196,27 @@ class TurnLoop:
         if not written.ids:
             self._end(key, before, "completion")
             return
-        one = before.with_own(written)
         parsed = self.dialogue.parsed(written.ids, before.so_far, self.offers[key].schemas)
-        unreadable = parsed.unparsable
+        trajectory = replace(before.with_own(written), messages=[*before.messages, parsed.message])
         cut = self._cut(before, written)
-        last = one.turns[-1]
         if cut == "turn_tokens":
-            last = replace(last, limit=cut)
-        one = replace(one, messages=[*one.messages, parsed.message], turns=(*one.turns[:-1], last))
-        self.trajectories[key] = one
+            trajectory = trajectory.with_last_turn(limit=cut)
+        self.trajectories[key] = trajectory
         calls = parsed.message.get("tool_calls")
+        unreadable = parsed.unparsable
         answered = bool(calls) or (unreadable and self.limits.settings.unparsable == "answer")
-        if answered and len(one.turns) >= self.limits.max_turns:
-            self._end(key, one, "turns")
+        if answered and len(trajectory.turns) >= self.limits.max_turns:
+            self._end(key, trajectory, "turns")
         elif calls:
             self._call(key, calls)
         elif answered:
             self._answer(key, [Call("unknown", None, UNREADABLE, failure="unparsable", tries=0)])
         elif cut is not None:
-            self._end(key, one, cut)
+            self._end(key, trajectory, cut)
         elif unreadable:
-            self._end(key, one, "unparsable")
+            self._end(key, trajectory, "unparsable")
         else:
-            self._end(key, one, "answered")
+            self._end(key, trajectory, "answered")
 
     def _cut(self, before: Trajectory, written: TurnTokens) -> str | None:
         """Return the limit that cut the turn ``written`` after the trajectory ``before``: ``completion`` (also for the
@@ -242,25 +240,22 @@ class TurnLoop:
     def _answer(self, key: int, calls: Sequence[Call]) -> None:
         """Put the answers of a turn's calls behind it, after which the trajectory is ready; end it if there is no room
         for them."""
-        one = self.trajectories[key]
-        last = replace(one.turns[-1], calls=tuple(calls))
+        trajectory = self.trajectories[key].with_last_turn(calls=tuple(calls))
         if any(call.cut for call in calls):
-            last = replace(last, limit="tool_tokens")
-        one = replace(one, turns=(*one.turns[:-1], last))
+            trajectory = trajectory.with_last_turn(limit="tool_tokens")
         messages = [message_of(call) for call in calls]
-        ids = self.dialogue.answers(messages, one.so_far)
-        if not self.limits.admit(one, ids):
-            self._end(key, one, "completion")
+        ids = self.dialogue.answers(messages, trajectory.so_far)
+        if not self.limits.admit(trajectory, ids):
+            self._end(key, trajectory, "completion")
             return
-        self.trajectories[key] = replace(one.with_foreign(ids), messages=[*one.messages, *messages])
+        self.trajectories[key] = replace(trajectory.with_foreign(ids), messages=[*trajectory.messages, *messages])
         self._ready.add(key)
 
-    def _end(self, key: int, one: Trajectory, reason: str) -> None:
-        """End trajectory ``key``, now ``one``, for a reason (``Trajectory.ended``)."""
-        turns = one.turns
-        if turns:
-            turns = (*turns[:-1], replace(turns[-1], ended=reason))
-        self.trajectories[key] = replace(one, turns=turns, ended=reason)
+    def _end(self, key: int, trajectory: Trajectory, reason: str) -> None:
+        """End ``trajectory``, whose index is ``key``, for a reason (``Trajectory.ended``)."""
+        if trajectory.turns:
+            trajectory = trajectory.with_last_turn(ended=reason)
+        self.trajectories[key] = replace(trajectory, ended=reason)
 
 
 def message_of(call: Call) -> dict[str, Any]:

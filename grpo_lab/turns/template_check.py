@@ -51,10 +51,6 @@ def check_template(dialogue: ChatDialogue, earlier_thinking: str = "keep") -> tu
     return tuple(differences)
 
 
-def _asking() -> list[dict[str, Any]]:
-    return calling(PROBE)[:1]
-
-
 def _written(dialogue: ChatDialogue, more: dict[str, Any]) -> str:
     """Return the text of a turn with a call of the probe tool, as a policy writes it behind the header of its turn.
     ``more``: further keys of the message, such as its thinking."""
@@ -70,7 +66,7 @@ def _written(dialogue: ChatDialogue, more: dict[str, Any]) -> str:
 def _two_turns(dialogue: ChatDialogue, text: str) -> tuple[str, str]:
     """Return two turns of the same text, both answered: as the policy saw them, and as the template renders their
     messages."""
-    messages = _asking()
+    messages = calling(PROBE)[:1]
     ids = dialogue.encoded(dialogue.rendered(messages, add_generation_prompt=True))
     for _ in range(2):
         turn = dialogue.encoded(text)

@@ -128,6 +128,10 @@ class Trajectory:
         """Return the trajectory with tokens that the policy did not write (tool answers)."""
         return self._longer(TurnTokens.foreign(ids))
 
+    def with_last_turn(self, **changes: Any) -> Trajectory:
+        """Return the trajectory with these fields of its last turn changed."""
+        return replace(self, turns=(*self.turns[:-1], replace(self.turns[-1], **changes)))
+
     def _longer(self, more: TurnTokens) -> Trajectory:
         whole = TurnTokens(self.ids, self.logprobs, more.version, self.mask).then(more)
         return replace(self, ids=whole.ids, mask=whole.written, logprobs=whole.logprobs)

@@ -243,35 +243,37 @@ def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any]
         url: address of the server, for the message.
     """
     sampling = asked.get("sampling_params", asked)
-    if isinstance(asked.get("prompt"), list):  # images, chat: one a request
+    prompts = [None]
+    if isinstance(asked.get("prompt"), list):  # else images or chat, with one prompt in a request
         prompts = asked["prompt"]
-    else:
-        prompts = [None]
     choices = answer["choices"]
     group = sampling.get("n", 1)
-    asked_for = group * len(prompts)
-    wrong = []
-    if len(choices) != asked_for:
-        wrong = [f"{len(choices)} completions for {asked_for}"]
+    wrong = None
+    if len(choices) != group * len(prompts):
+        wrong = f"{len(choices)} completions for {group * len(prompts)}"
+    else:
+        faults = (_fault_of(choice, prompts[row // group], sampling) for row, choice in enumerate(choices))
+        wrong = next((f"completion {row} {fault}" for row, fault in enumerate(faults) if fault), None)
+    if wrong is not None:
+        raise ServerGone(f"the vLLM server at {url} answered something else than it was asked for: {wrong}")
+
+
+def _fault_of(choice: Mapping[str, Any], prompt: Any, sampling: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a completion, None if nothing is. ``prompt``: its token ids, if the request had
+    these; ``sampling``: the request's sampling parameters."""
+    ids = choice["token_ids"]
     most = sampling.get("max_tokens") or math.inf
-    for row, choice in enumerate(choices if not wrong else ()):
-        ids = choice["token_ids"]
-        prompt = prompts[row // group]
-        logprobs = choice.get("logprobs") or {}
-        scored = logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content", [])]
-        if choice["finish_reason"] == "abort":
-            why = f"was broken off after {len(ids)} tokens (is it asleep or paused while others use it?)"
-        elif isinstance(prompt, list) and choice["prompt_token_ids"] != prompt:
-            why = "is of another prompt"
-        elif not 0 < len(ids) <= most:
-            why = f"has {len(ids)} tokens, and 1 to {most} were asked for"
-        elif sampling.get("logprobs") is not None and scored != [f"token_id:{token}" for token in ids]:
-            why = "has log-probs that are not those of its tokens"
-        else:
-            continue
-        wrong.append(f"completion {row} {why}")
-    if wrong:
-        raise ServerGone(f"the vLLM server at {url} answered something else than it was asked for: {wrong[0]}")
+    logprobs = choice.get("logprobs") or {}
+    scored = logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content", [])]
+    if choice["finish_reason"] == "abort":
+        return f"was broken off after {len(ids)} tokens (is it asleep or paused while others use it?)"
+    if isinstance(prompt, list) and choice["prompt_token_ids"] != prompt:
+        return "is of another prompt"
+    if not 0 < len(ids) <= most:
+        return f"has {len(ids)} tokens, and 1 to {most} were asked for"
+    if sampling.get("logprobs") is not None and scored != [f"token_id:{token}" for token in ids]:
+        return "has log-probs that are not those of its tokens"
+    return None
 
 
 def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:

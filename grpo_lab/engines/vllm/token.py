@@ -225,5 +225,8 @@ def remove_left(parent: Path, pattern: str) -> None:
             found = place.lstat()
             if found.st_uid == os.geteuid() and time.time() - found.st_ctime > _OLD_S:
                 held = hold(place)
-                shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink()
+                if place.is_dir():
+                    shutil.rmtree(place, ignore_errors=True)
+                else:
+                    place.unlink()
                 os.close(held)

@@ -35,18 +35,10 @@ from grpo_lab.io import saving
 #: Fields of `peft.LoraConfig` that are allowed any value: an engine reads them, or only the trainer needs them. All
 #: others must have their defaults.
 _SERVED = {
-    *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *(
-        "lora_dropout",
-        "init_lora_weights",
-        "inference_mode",
-        "runtime_config",
-        "task_type",
-        "peft_type",
-        "peft_version",
-    ),
-    *("base_model_name_or_path", "revision", "auto_mapping"),
-}
+    "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "lora_dropout", "init_lora_weights", "inference_mode", "runtime_config", "task_type", "peft_type", "peft_version",
+    "base_model_name_or_path", "revision", "auto_mapping",
+}  # fmt: skip
 #: Values of `init_lora_weights` that leave the base model as it is on disk. PiSSA, OLoRA and others move a part of it
 #: into the adapter.
 _BASE_UNMOVED = (True, False, "gaussian", "orthogonal", "eva")
