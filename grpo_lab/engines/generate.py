@@ -293,6 +293,7 @@ class _WithRoom(DynamicLayer):  # type: ignore[misc]
         self.whole = list[Tensor]()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values ``[b, heads, t, d]`` of new tokens; return those of all, ``[b, heads, S, d]``."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.whole = [new[:, :, :0] for new in (key_states, value_states)]
@@ -313,6 +314,7 @@ class _WithRoom(DynamicLayer):  # type: ignore[misc]
         return larger
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``, long ``[b']``, in this order; a row may be repeated."""
         length = self.get_seq_length()
         before = self.whole
         self.whole = [whole.new_empty(indices.numel(), *whole.shape[1:]) for whole in before]

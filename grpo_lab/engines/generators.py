@@ -53,7 +53,8 @@ class Completion:
 
     @property
     def was_cut(self) -> bool:
-        """Return whether a thinking budget cut the completion's thinking."""
+        """Return whether a thinking budget cut the thinking of this completion, which must be one text (a completion in
+        turns has masked tokens of tools)."""
         return 0 in (self.mask or ())
 
 

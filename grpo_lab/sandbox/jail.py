@@ -73,6 +73,7 @@ class Jailed:
         return self.status
 
     def _end(self, raw: int, usage: resource.struct_rusage) -> None:
+        """Record how the watcher ended (``raw``: status of ``wait4``), and close the descriptors."""
         self.status = os.waitstatus_to_exitcode(raw)
         self.usage = usage
         with contextlib.suppress(BlockingIOError):
@@ -233,7 +234,7 @@ def _inside(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, job: 
     seen from outside of the jail."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
-    # First to high numbers, since a number wanted in the jail may be in use here.
+    # By way of high numbers, since a number wanted in the jail may be in use here.
     parked = {there: os.dup2(here, 100 + there) for there, here in {0: null, 1: null, 2: null, **keep}.items()}
     for there, here in parked.items():
         os.dup2(here, there)

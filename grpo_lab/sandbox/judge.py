@@ -86,7 +86,7 @@ def _drain(pipe: int, said: bytearray, most: int) -> None:
 
 
 def judge(job: dict[str, Any]) -> dict[str, Any] | AtLimit:
-    """Judge one job, the handler of the worker pool.
+    """Judge one job. The workers of ``client.CodeJudge`` call this as their handler.
 
     Args:
         job: ``kind``, ``tests`` and ``entry_point`` of ``client.Tests``; ``program``, its source; ``walls``, the names

@@ -86,6 +86,7 @@ class ProgramServer:
             return dict(pack_error(error, next((number for mine, number in self.errors if mine is error), None)))
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a request and return its reply; raise what the program raises."""
         if "call" in request:
             return self._call(request)
         if "load" in request:

@@ -203,6 +203,7 @@ class Program:
         return self._raised[kinds[0]]
 
     def _pack(self, value: Any) -> Any:
+        """Return a value of the tests in the form in which it is sent (``wire.pack``)."""
         try:
             return pack(value, self._send_opaque)
         except TypeError:

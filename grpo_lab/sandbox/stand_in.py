@@ -110,6 +110,8 @@ class RemoteObject:
         return any(value == one for one in self)  # here, since the program would simply answer True
 
     def __eq__(self, other: object) -> bool:
+        """Compare with another object in the program's process, and with data of the tests by content, here. A derived
+        object equals no data."""
         if isinstance(other, RemoteObject):
             return self._number == other._number or self._ask("same", other) is True
         if self._derived:

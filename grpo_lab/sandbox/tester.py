@@ -38,7 +38,7 @@ class NoTests(ValueError):
 
 
 class _Enough(BaseException):
-    """Raised to end the run: a test failed and one failure decides."""
+    """Raised to end the run after a failed test, if one failure decides or the program has ended."""
 
 
 class Run:
@@ -124,6 +124,7 @@ def same(value: Any, expected: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
+    """Return ``value`` with lists for tuples, and texts for numbers that are keys of a dictionary."""
     if isinstance(value, dict):
         numbers = (int, float, bool)
         made = {json.dumps(key) if type(key) in numbers else key: _as_json(one) for key, one in value.items()}
@@ -192,7 +193,8 @@ def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, 
 
 
 def _only_called(tree: ast.Module) -> frozenset[str]:
-    """Return the names that are only ever called, as in ``select([2, 1])``: they cannot mean a module."""
+    """Return the names that the tests use in calls only, as ``select`` in ``select([2, 1])``. No module is meant by
+    them, even if one has this name."""
     nodes = list(ast.walk(tree))
     calls = [one.func.id for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)]
     uses = Counter(one.id for one in nodes if isinstance(one, ast.Name))
@@ -269,7 +271,7 @@ def _asserts(statement: ast.stmt) -> bool:
 
 
 def _asserts_inside(statement: ast.stmt) -> bool:
-    """Return whether a ``raise``, or an assertion other than ``assert True``, stands in a statement."""
+    """Return whether a statement contains a ``raise``, or an assertion other than ``assert True``."""
     nodes = list(ast.walk(statement))
     asserted = [one.test for one in nodes if isinstance(one, ast.Assert)]
     vain = [one for one in asserted if isinstance(one, ast.Constant) and one.value]

@@ -1,6 +1,7 @@
 """Plain data over a socket, between a tester and a program that it does not trust: JSON with tags, never pickle.
 
-The source of this file also runs inside the program's process (``program``), so it imports nothing of ours.
+The source of this file also runs inside the program's process (``program``), so it imports nothing of ours. The forms
+of values:
 
     None, True, "text", 3, 0.5, [1, 2]       as in JSON (floats exactly, NaN and infinities included)
     {"tuple": [...]}, {"set" | "frozenset" | "deque": ...}, {"dict" | "counter" | "ordered": [[key, value], ...]}

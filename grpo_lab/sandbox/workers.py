@@ -40,10 +40,13 @@ class VerifierError(RuntimeError):
 class Limits:
     """Limits of a job, a worker and a batch.
 
-    One job: `cpu_seconds` of processor time, enforced by the kernel, so that a busy machine makes no right answer a
-    timeout; and `wall_seconds`, which end a job that sleeps or starves. One worker: `memory_bytes` of address space,
-    and `startup_seconds` on the clock for its imports. One batch: the `batch_seconds` that each worker may lose, per
-    thousand jobs, to jobs that end at their limit (`pool.Patience`).
+    Attributes:
+        cpu_seconds: processor time of a job, enforced by the kernel. A busy machine makes no right answer a timeout.
+        wall_seconds: time of a job on the clock, which ends one that sleeps or starves.
+        memory_bytes: address space of a worker.
+        startup_seconds: time on the clock within which a worker must have imported its handler.
+        batch_seconds: seconds that each worker may lose, per thousand jobs of a batch, to jobs that end at their limit
+            (`pool.Patience`).
     """
 
     cpu_seconds: float = 5.0

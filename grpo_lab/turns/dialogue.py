@@ -85,8 +85,9 @@ class ChatDialogue:
         """Return the tokens that follow a turn: its end if a limit cut it, the tools' messages, and the header of the
         next turn.
 
-        They are found with a short conversation whose last message calls a tool: what its tokens have more once the
-        answers stand behind it. Raises ``CutAnew`` if the template then writes that last message differently.
+        A short conversation whose last message calls a tool is rendered without and with the answers behind it. The
+        result is what its tokens have more with them. Raises ``CutAnew`` if the template then also writes that last
+        message differently.
 
         Args:
             messages: the tools' messages.

@@ -80,7 +80,8 @@ VersionName = Annotated[str, Field(pattern=r"^grpo-lab-[0-9a-f]{32}-v[0-9]{1,9}$
 
 
 class EmptyBody(BaseModel):
-    """A request's body (or the arguments of a call) without fields. Subclasses declare fields; others are refused."""
+    """Base class of request bodies and of arguments of calls, itself without fields. A field that a class does not
+    declare is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -146,14 +147,20 @@ class NcclTensors(EmptyBody):
 
 
 class InitInfo(EmptyBody):
+    """Body of ``/init_weight_transfer_engine``."""
+
     init_info: Rendezvous
 
 
 class UpdateInfo(EmptyBody):
+    """Body of ``/update_weights``."""
+
     update_info: NcclTensors
 
 
 class Unload(EmptyBody):
+    """A version of an adapter to unload."""
+
     lora_name: VersionName
 
 
@@ -347,6 +354,7 @@ class Reader(H11Protocol):
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
+        """Hand data on to the parser, then start or stop the timer of the head."""
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:  # the head of a first or a later request has begun
             self._wait_for_head()

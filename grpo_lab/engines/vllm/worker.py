@@ -171,7 +171,8 @@ class WeightCourier:
         return any(report.get("moved", False) for report in self._call("grpo_lab_weights_version"))
 
     def differing(self, named_params: NamedTensors) -> list[dict[str, Any]]:
-        """Return the tensors in which server and trainer differ, as fields of `TensorDifference`, largest first."""
+        """Return the tensors in which server and trainer differ, each as the fields of a `TensorDifference`, those with
+        the largest relative difference first."""
         with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             write_shards(named_params, folder)
             reports = self._call("grpo_lab_differing_tensors", folder=str(folder))

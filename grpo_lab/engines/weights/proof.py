@@ -1,4 +1,4 @@
-"""Does the engine sample from the trainer's policy? Measured, not believed.
+"""Proof that an engine samples the trainer's policy.
 
 After a sync the engine completes a few prompts. Each sampled token has a log-prob from the engine and one from the
 trainer's forward pass on the same tokens; with the same weights they differ by rounding only. The gap is
