@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.engines.grouping import GroupedEngine
@@ -96,12 +97,16 @@ class EngineOptions:
         return {name: value for name, value in arguments.items() if value is not None}
 
 
+def add_option(parser: argparse.ArgumentParser, flag: str, about: str, kind: Any = str, **how: Any) -> None:
+    """Add a command-line option with a value of the type ``kind``, or with the ``action`` that ``how`` names."""
+    if "action" not in how:
+        how["type"] = kind
+    parser.add_argument(flag, help=about, **how)
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add a command-line option for each field of `EngineOptions`."""
-
-    def add(flag: str, about: str, kind: Any = str, **how: Any) -> None:
-        parser.add_argument(flag, help=about, **({} if "action" in how else {"type": kind}), **how)
-
+    add = partial(add_option, parser)
     add("--dtype", "auto: float32 on a CPU, else vLLM's rule", default="auto", choices=ENGINE_DTYPES)
     add("--max-model-len", "prompt + completion, in tokens", int)
     add("--kv-cache-gib", "KV cache in GiB (default on a CPU: 1)", float)

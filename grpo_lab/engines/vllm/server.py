@@ -23,13 +23,13 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from grpo_lab.engines.vllm import token as tokens
 from grpo_lab.engines.vllm.engine import (
     LORA_RANKS,
     EngineOptions,
     add_engine_options,
+    add_option,
     config_of,
     engine_options_of,
     lora_arguments,
@@ -302,10 +302,7 @@ class Server:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `grpo-lab serve`."""
-
-    def add(flag: str, about: str, kind: Any = str, **how: Any) -> None:
-        parser.add_argument(flag, help=about, **({} if "action" in how else {"type": kind}), **how)
-
+    add = partial(add_option, parser)
     warned = "at another one prompts and token cross the network unencrypted"
     add("--model", "folder or hub name; the trainer's weights replace its own", required=True)
     add("--port", "port of the server", int, default=ServerOptions.port)
