@@ -62,13 +62,14 @@ def _follow(process: Jailed, pipe: int, most: int, deadline: float) -> tuple[byt
     """Read ``pipe`` until ``process`` has ended; kill it at ``deadline`` or beyond ``most`` bytes. Return what it
     wrote, and whether it kept within both."""
     os.set_blocking(pipe, False)
+    watched: list[Any] = [process, pipe]
     said = bytearray()
     while process.poll() is None:
         if _clock_ran_out(deadline) or len(said) > most:
             process.kill()
             return bytes(said), False
         wait = min(0.25, max(0.0, deadline - time.monotonic()))
-        select.select([process, pipe], [], [], wait)
+        select.select(watched, [], [], wait)
         _drain(pipe, said, most)
     _drain(pipe, said, most)
     return bytes(said), len(said) <= most
