@@ -16,11 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, GenerationConfig, StaticCache
+from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.generation import StoppingCriteria
 
-from grpo_lab.engines.generate import ends_of, filled_config, not_by_groups, one_number_a_draw, prompts_read_once
+from grpo_lab.engines.generate import (
+    ends_of,
+    filled_config,
+    not_by_groups,
+    one_number_a_draw,
+    padding_of,
+    prompts_read_once,
+)
 
 #: Number of tokens between two checks of which rows have ended. The first token of each stretch is an uncompiled
 #: forward.
@@ -49,16 +56,12 @@ class CompiledGenerate:
         generation_config: GenerationConfig,
         **more: Any,
     ) -> Tensor:
-        """Complete prompts, as ``model.generate`` does.
+        """Complete prompts, as ``model.generate`` does; return prompts and completions ``[B, L + T]``.
 
         Args:
             stock: the model's own ``generate``, which makes each stretch of tokens.
-            input_ids: prompts ``[B, L]``, padded on the left.
-            attention_mask: 1 for a token, 0 for padding ``[B, L]``.
+            input_ids: prompts ``[B, L]``, padded on the left; ``attention_mask`` has 0 for padding.
             more: ``logits_processor``, handed on to ``stock``, and ``disable_compile``, which is ignored.
-
-        Returns:
-            Prompts and completions ``[B, L + T]``.
 
         Raises:
             ValueError: `refuse_compiled` finds a reason against compiled forwards.
@@ -66,15 +69,12 @@ class CompiledGenerate:
         refuse_compiled(model, generation_config, more)
         filled = filled_config(generation_config, model)
         ends = torch.tensor(ends_of(filled), dtype=torch.long, device=input_ids.device)
-        pad = int(next((token for token in (filled.pad_token_id, *ends.tolist()) if token is not None), 0))
+        pad = padding_of(filled)
         if input_ids.size(1) == 1:  # the cache must hold a token before the last: a column of padding
             ids = torch.nn.functional.pad(input_ids, (1, 0), value=pad)
             mask = torch.nn.functional.pad(attention_mask, (1, 0), value=0)
             return self(stock, model, ids, mask, generation_config, **more)[:, 1:]
-        read = prompts_read_once(model, input_ids, attention_mask, room=0)
-        if read is None:
-            reason = "the model does not keep a prompt's keys and values as they are read"
-            raise ValueError(f"{REFUSED} {reason}; {INSTEAD}")
+        read = _read(model, input_ids, attention_mask)
         width = input_ids.size(1)
         most = width + int(filled.max_new_tokens)
         result = input_ids.new_full((input_ids.size(0), most), pad)
@@ -136,6 +136,15 @@ def refuse_compiled(model: Any, config: GenerationConfig, more: Mapping[str, Any
 
 #: Arguments of ``generate`` that are served.
 _SERVED = {"logits_processor", "disable_compile"}
+
+
+def _read(model: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
+    """Return `prompts_read_once`. Raises ValueError if the model does not cache a prompt's tokens as they are."""
+    read = prompts_read_once(model, input_ids, attention_mask, room=0)
+    if read is None:
+        reason = "the model does not keep a prompt's keys and values as they are read"
+        raise ValueError(f"{REFUSED} {reason}; {INSTEAD}")
+    return read
 
 
 def power_of_two(least: int) -> int:

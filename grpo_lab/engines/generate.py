@@ -57,7 +57,7 @@ def generate_by_groups(
     logits_processor: Any = None,
     **more: Any,
 ) -> Tensor:
-    """Complete prompts, as ``model.generate`` does.
+    """Complete prompts, as ``model.generate`` does; return prompts and completions ``[B, L + T]``.
 
     If `not_by_groups` gives a reason, ``stock`` makes all completions by itself, and the reason is logged once.
 
@@ -66,9 +66,6 @@ def generate_by_groups(
         input_ids: prompts ``[B, L]``, padded on the left; the rows of a group stand together.
         attention_mask: 1 for a token, 0 for padding ``[B, L]``.
         more: further arguments of ``generate``.
-
-    Returns:
-        Prompts and completions ``[B, L + T]``.
     """
     arguments = {"logits_processor": logits_processor, **more}
     filled = filled_config(generation_config, model)
@@ -85,8 +82,7 @@ def generate_by_groups(
         return stock(**inputs, generation_config=generation_config, **arguments)
     config = deepcopy(generation_config)
     ends = torch.tensor(ends_of(filled), dtype=torch.long, device=input_ids.device)
-    pad = next((token for token in (filled.pad_token_id, *ends.tolist()) if token is not None), 0)
-    result = input_ids.new_full((input_ids.size(0), width + room), int(pad))
+    result = input_ids.new_full((input_ids.size(0), width + room), padding_of(filled))
     result[:, :width] = input_ids
     rows = torch.arange(input_ids.size(0), device=input_ids.device)
     longest = width
@@ -246,6 +242,11 @@ def ends_of(config: GenerationConfig) -> list[int]:
     if ends is None:
         return []
     return [int(one) for one in (ends if isinstance(ends, list) else [ends])]
+
+
+def padding_of(config: GenerationConfig) -> int:
+    """Return the token id that fills a row behind its end: the padding token, else an end token, else 0."""
+    return next((int(token) for token in (config.pad_token_id, *ends_of(config)) if token is not None), 0)
 
 
 def prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> DynamicCache | None:
