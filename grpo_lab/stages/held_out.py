@@ -171,7 +171,7 @@ def flat_facts(result: EvaluationResult) -> Facts:
 
 
 def evaluate_saved_model(model: str, section: EvaluationSection, target: Path | None, **how: Any) -> EvaluationResult:
-    """Return the result of `measure_conditions` in the evaluation's own condition."""
+    """Return the result of `measure_conditions` in the first condition."""
     return measure_conditions(model, section, target, **how)[0].result
 
 

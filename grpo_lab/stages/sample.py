@@ -336,8 +336,8 @@ def samples_in(file: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> l
 def check_lines(place: str, where: str, needs: Fields) -> None:
     """Check the JSON-lines file at ``place``, which the setting ``where`` names, by its first line.
 
-    A file that an earlier stage has still to write is not checked. Raises ValueError if there is no file or no line. It
-    also does if the first line is damaged, or has a field of ``needs`` missing or of another type.
+    Raises ValueError if there is no file or no line, or if the first line is damaged or lacks a field of ``needs``
+    (name → type). A file that an earlier stage has still to write is not checked.
     """
     file = check_file(place, where)
     if file is None:

@@ -61,7 +61,8 @@ class Keep:
 
 @settings()
 class Contrast:
-    """``pairs`` of a right and a wrong answer (`contrast_pairs`), at most ``per_problem``; ``distinct``: see `Keep`."""
+    """``contrast``: pairs of a right and a wrong answer to a problem (`contrast_pairs`), at most ``per_problem`` of
+    each problem. ``distinct``: see `Keep`."""
 
     needs: ClassVar[str] = "right and wrong on the same"
     per_problem: Positive | None = None
@@ -73,7 +74,7 @@ class Contrast:
 
 @settings()
 class Shortest:
-    """The shortest right answer of each problem (`shortest_correct`)."""
+    """``shortest``: the shortest right answer of each problem (`shortest_correct`)."""
 
     needs: ClassVar[str] = "right on some"
 
@@ -83,7 +84,13 @@ class Shortest:
 
 @settings()
 class Shorter:
-    """``pairs`` of a short right answer with longer or wrong ones (`preference_pairs`)."""
+    """``shorter``: pairs of a problem's shortest right answer with longer or wrong ones (`preference_pairs`).
+
+    Args:
+        ratio: a right answer is rejected if it is at least this many times as long as the shortest one.
+        wrong_must_be_longer: whether a wrong answer is rejected only if it is longer than the shortest right one.
+        pairs_per_problem: most pairs of a problem, the longest rejected answers first; None: all.
+    """
 
     needs: ClassVar[str] = "right, and also wrong or longer, on the same"
     ratio: Number = LONGER
@@ -97,7 +104,7 @@ class Shorter:
 
 @settings()
 class Judged:
-    """``pairs`` of any two answers to a problem, ordered by a simulated judge that may err (`Judge`).
+    """``judged``: pairs of any two answers to a problem, ordered by a simulated judge that may err (`Judge`).
 
     Args:
         temperature, longer, seed: the judge's noise, its liking for longer answers, and its seed.
@@ -169,8 +176,8 @@ class Select:
 
 
 def choose(samples: Sequence[Sampled], way: Way, folder: Path, who: str = "", otherwise: str = "") -> Facts:
-    """Write `rows.jsonl` to ``folder``; return the counts. Raises ValueError if there is no row, with ``who`` before
-    the message and ``otherwise`` after it."""
+    """Select rows by ``way``, write them to `rows.jsonl` in ``folder``, and return the counts. Raises ValueError if
+    there is no row; the message begins with ``who`` and ends with ``otherwise``."""
     rows, counts = way.rows(samples)
     if not rows:
         scores = [score for one in samples for score in one.scores]

@@ -49,7 +49,8 @@ Training = Annotated[Mapping[str, Any], NULL_IS_DEFAULT]
 
 @settings(rest="training")
 class Train:
-    """``sft``, ``dpo``, ``simpo``: train a model on ``rows``. Other keys: TRL's ``SFTConfig``, ``DPOConfig``, …."""
+    """``sft``, ``dpo``, ``simpo``: train a model on ``rows``. Other keys: those of TRL's configuration of the method,
+    such as ``SFTConfig``."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     method: ClassVar[Any] = "sft"

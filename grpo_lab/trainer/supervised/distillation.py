@@ -3,8 +3,8 @@ teacher would have written there.
 
     β = 1   KL(student ‖ teacher), "reverse"      β = 0   KL(teacher ‖ student)      between: generalized JSD
 
-arXiv 2306.13649; Qwen3's on-policy stage (arXiv 2505.09388, section 4.5). The loss is TRL's, unchanged. It is over the
-whole vocabulary, so both models must share it. It needs no reward and no known answer.
+Sources: arXiv 2306.13649; Qwen3's on-policy stage (arXiv 2505.09388, section 4.5). The loss is TRL's, unchanged. It
+compares the two models over the whole vocabulary, which they must share. It needs no reward and no known answer.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
-"""Train with those of TRL's trainers that are not RL's: on rows (SFT, the cold start), on pairs (DPO, SimPO, reward
+"""Supervised and preference training by TRL's trainers: on rows (SFT, the cold start), on pairs (DPO, SimPO, reward
 models), or by a teacher. The losses are TRL's, unchanged. Labelled steps have a trainer of ours (`step_classifier`).
+`train_by` is the way in; `trl_of` says which trainer belongs to which method.
 
     DPO     −log σ(r̂(y⁺) − r̂(y⁻))       r̂ = β log π(y|x)/π₀(y|x)       arXiv 2305.18290, eq. 7
     SimPO   −log σ(r̂(y⁺) − r̂(y⁻) − γ)   r̂ = β log π(y|x)/|y|           arXiv 2405.14734, eq. 6
 
-SimPO needs no reference model and divides by the length, so a long answer is not penalised for its length, only for
-being the rejected one. TRL's CPO adds a likelihood term to it by default (`cpo_alpha` 1). Here it is off unless it is
-set, as in SimPO's paper. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β). γ = 0 is the
-form of lecture notes.
+r̂ is the implicit reward of an answer y to a prompt x, π₀ the reference model. SimPO needs no reference model. It
+divides by the answer's length |y|, so a long answer is not penalised for its length, only for being the rejected one.
+TRL's CPO trainer adds a likelihood term by default (`cpo_alpha` 1); here it is off unless it is set, as in SimPO's
+paper. TRL's `simpo_gamma` is γ itself (TRL divides it by β before it multiplies by β).
 
-Both log ``rewards/weight``, how strongly each pair pulls: the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), with γ added inside of
-σ for SimPO (section 2.3). It is the weight in DPO's gradient, ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]. It is near 1
-where the model's own reward has the pair the wrong way round, ½ where it is undecided, near 0 where it is learned.
+DPO and SimPO log ``rewards/weight``: the mean over pairs of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), for SimPO with γ added inside of σ
+(section 2.3). It says how strongly a pair pulls, as the weight in DPO's gradient, ∇L = −β E[w (∇log π(y⁺) − ∇log
+π(y⁻))]. w is near 1 for a pair that the model's implicit reward orders wrongly, ½ for one that it does not order, and
+near 0 for one that is learned.
 
-The trainer saves the model: under FSDP and ZeRO each process holds a part of it, so all must take part.
+Under FSDP and ZeRO each process holds a part of the model, so all processes take part in saving it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
             inner.set_attn_implementation(own)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward of a micro-batch, packed where that is exact."""
+        """Run forward and backward of a micro-batch, and return its loss. The micro-batch is packed first, if that is
+        exact; the very first one is also compared with TRL's padded form."""
         if not self.because and num_items_in_batch is not None and set(inputs) == PADDED:
             if not self._compared:
                 self._compared = True
@@ -81,7 +82,8 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def _compare(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
-        """Compare the log-probs of a few rows, packed and padded. If they differ, warn and pack no more."""
+        """Compare the log-probs of a few rows, packed and padded, in nats. If they differ by more than rounding, warn,
+        and pack no rows from now on (``because``)."""
         packed = self._packed(inputs)
         if packed is None:
             return

@@ -1,11 +1,13 @@
 """FlexAttention on packed rows: a block mask made on the host, few different lengths, and a limit to what it compiles.
 
-The kernel is compiled for each length, and for the code of the mask. So the mask is one function, whatever the groups
-are. It reads a table of each token's group, of who may see its key, and of its completion. A row is padded to one of a
-few lengths. Which blocks of 128 × 128 hold a visible pair, and which nothing else, follows from where the sequences
-begin and end: no function is evaluated at every pair, and nothing is compiled to make a mask.
+FlexAttention compiles its kernel for each length of a row, and for the code of the mask's function. So rows are padded
+to one of few lengths (``on_ladder``), and the mask's function is the same for all rows: it reads from a table to which
+group and completion a token belongs. The kernel also needs to know which blocks of 128 × 128 pairs hold a visible pair,
+and which only visible ones. ``block_mask`` computes that from where the sequences begin and end: no function is
+evaluated at every pair, and nothing is compiled to make a mask. ``CompileClock`` limits what is compiled all the same.
 
-A token of padding sees itself alone and nobody sees it: its output is finite, is not scored and has no gradient.
+A token of padding attends to itself alone, and nobody attends to it. Its output is finite, is not scored, and has no
+gradient.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""Backwards and steps as HF, accelerate and DeepSpeed want them; FSDP2's optimizer; TRL's reference model; TRL's
-logs."""
+"""Backwards and steps as HF, accelerate and DeepSpeed want them; FSDP2's optimizer; TRL's reference model; TRL's logs.
+
+In this order: the backward of one of several losses of an optimizer step; a step that is left out; the reference model,
+its weights and adapters; TRL's metrics and its table of completions; an optimizer in FSDP2's checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class PlainNames:
 
     @property
     def text_tokenizer(self: Any) -> Any:
-        """The tokenizer, also of a processor of texts and images."""
+        """The tokenizer; of a processor of texts and images, the tokenizer in it."""
         return self._tokenizer
 
     @property

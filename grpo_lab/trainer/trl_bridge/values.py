@@ -94,8 +94,8 @@ def give_critic(model: Any, critic: nn.Module) -> None:
 
 
 def _policy_alone(module: nn.Module, keys: Any) -> None:
-    """Keep HF from warning that a policy's own file lacks the critic, if it lacks all of it: the critic has files of
-    its own."""
+    """Remove the critic's names from the ``keys`` that HF reports as missing after loading, if all of them are missing:
+    then the file is the policy's own, since the critic has other files."""
     if sum(map(is_critics, keys.missing_keys)) == len(getattr(inside(module), CRITIC).state_dict()):
         keys.missing_keys[:] = [name for name in keys.missing_keys if not is_critics(name)]
 
