@@ -51,42 +51,63 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
     folder.newest_checkpoint(config.max_steps, read=False)
     job = Job.resolve(recipe, config, here_only=True, cold_start=not folder.start_is_whole)
     config = with_class_parts(job.trainer, recipe.model.name, job.config)
-    algorithm = config.algorithm.with_hooks(job.trainer)
-    per_step = config.per_device_train_batch_size * config.world_size * config.gradient_accumulation_steps
-    schedule, optimizer = (str(getattr(one, "value", one)) for one in (config.lr_scheduler_type, config.optim))
-    limit = config.max_completion_length
-    preset = PRESETS.get(algorithm.names.get("objective", ""))
-    values = ""
-    if preset and preset.paper:
-        values = f"; the paper's values: {dict(preset.paper)}"
-    facts = {
+    schedule = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
+    optimizer = str(getattr(config.optim, "value", config.optim))
+    return {
         "model": recipe.model.name,
         "takes": Estimates().of(recipe).strip(),
         "rows": count_of(job.rows, recipe.data),
         "prompt template": recipe.data.template,
         "rewards": _rewards(recipe, job, config),
         "trainer": recipe.trainer,
-        "algorithm": algorithm.describe(),
-        "source": "TRL's settings" if preset is None else f"{preset.source}{values}",
-        "groups per optimizer step": f"{per_step / config.num_generations:g} × {config.num_generations} completions",
-        "completions per generation": str(config.generation_batch_size),
-        "tokens per step": f"at most {per_step * limit:,} generated" if limit else "as many as the model writes",
-        "optimizer steps": str(config.max_steps) if config.max_steps > 0 else f"{config.num_train_epochs:g} epochs",
+        **_algorithm(job, config),
+        **_steps(config),
         "dropout": _dropout(recipe, config),
         "learning rate": f"{config.learning_rate:g} ({schedule}), {optimizer}",
         "processes": str(config.world_size * outlook().processes),
         "output folder": str(recipe.output_dir),
+        **_tasks(job, config),
+        **_optional(recipe, job, folder),
+        "checked": _checked(recipe, job),
     }
-    facts |= _tasks(job, config)
+
+
+def _algorithm(job: Job, config: Any) -> dict[str, str]:
+    """Return the lines on the algorithm in force and where it comes from: a preset's paper, or TRL's settings."""
+    algorithm = config.algorithm.with_hooks(job.trainer)
+    preset = PRESETS.get(algorithm.names.get("objective", ""))
+    source = "TRL's settings"
+    if preset is not None:
+        source = preset.source
+        if preset.paper:
+            source += f"; the paper's values: {dict(preset.paper)}"
+    return {"algorithm": algorithm.describe(), "source": source}
+
+
+def _steps(config: Any) -> dict[str, str]:
+    """Return the lines on the size of an optimizer step, and on the number of steps."""
+    per_step = config.per_device_train_batch_size * config.world_size * config.gradient_accumulation_steps
+    limit = config.max_completion_length
+    return {
+        "groups per optimizer step": f"{per_step / config.num_generations:g} × {config.num_generations} completions",
+        "completions per generation": str(config.generation_batch_size),
+        "tokens per step": f"at most {per_step * limit:,} generated" if limit else "as many as the model writes",
+        "optimizer steps": str(config.max_steps) if config.max_steps > 0 else f"{config.num_train_epochs:g} epochs",
+    }
+
+
+def _optional(recipe: Recipe, job: Job, folder: RunFolder) -> dict[str, str]:
+    """Return a line on each thing that the recipe may have and others lack, from the cold start to the model's room."""
+    lines: dict[str, Any] = {}
     if recipe.cold_start is not None:
         section = recipe.cold_start
-        facts["cold start"] = f"{count_of(job.cold_rows, section.data)}; {settings_in_words(section.arguments)}"
+        lines["cold start"] = f"{count_of(job.cold_rows, section.data)}; {settings_in_words(section.arguments)}"
     if recipe.eval_dataset is not None:
-        facts["evaluated on the way"] = count_of(job.eval_rows, recipe.eval_dataset)
+        lines["evaluated on the way"] = count_of(job.eval_rows, recipe.eval_dataset)
     if recipe.evaluation is not None:
         counted = count_of(job.held_out, recipe.evaluation.data)
-        facts["evaluation"] = f"{counted}, judged by {describe(recipe.evaluation.reward)}"
-    more = {
+        lines["evaluation"] = f"{counted}, judged by {describe(recipe.evaluation.reward)}"
+    lines |= {
         "callbacks": ", ".join(section.name for section in recipe.callbacks),
         "tools": ", ".join(section.name for section in recipe.tools),
         "environment": recipe.environment_factory and recipe.environment_factory.name,
@@ -95,7 +116,7 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
         "first prompt": None if job.rows is None else first_prompt(recipe, job.rows, job.arguments["tools"]),
         "context": job.room,
     }
-    return {**facts, **{name: said for name, said in more.items() if said}, "checked": _checked(recipe, job)}
+    return {title: text for title, text in lines.items() if text}
 
 
 def _of_this_machine(recipe: Recipe) -> dict[str, Any]:

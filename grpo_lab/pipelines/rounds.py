@@ -265,17 +265,19 @@ def _words(recipe: RoundsRecipe, ready: Resolved, overwrite: bool) -> Words:
     start = recipe.model.name
     if recipe.model.path is not None:
         start = model_of(recipe.model.path)
-    if (section := recipe.cold_start) is not None:
-        rows = count_of(ready.more, section.data)
-        start = f"{start}, after a cold start on {rows}; {settings_in_words(section.arguments)}"
+    cold = recipe.cold_start
+    if cold is not None:
+        rows = count_of(ready.more, cold.data)
+        start = f"{start}, after a cold start on {rows}; {settings_in_words(cold.arguments)}"
     plan = stages_in_words(recipe, None if asked.rows is None else len(asked.rows))
-    if (held_out := recipe.evaluation) is not None:
+    held_out = recipe.evaluation
+    if held_out is not None:
+        models = "the model of each round"
         if held_out.before:
-            when = "the start model and the model of each round"
-        else:
-            when = "the model of each round"
+            models = f"the start model and {models}"
         rows = count_of(asked.held_out, held_out.data)
-        plan["4. evaluate"] = f"{when} on {rows}, judged by {describe(held_out.reward)}"
+        plan["4. evaluate"] = f"{models} on {rows}, judged by {describe(held_out.reward)}"
+    anew = " (--overwrite begins anew)" if overwrite and done != "nothing" else ""
     return {
         "method": recipe.method,
         "start model": start,
@@ -283,7 +285,7 @@ def _words(recipe: RoundsRecipe, ready: Resolved, overwrite: bool) -> Words:
         "reward": describe(recipe.reward),
         "rounds": "once" if count == 1 else f"{count} times: {', '.join(name[3:] for name in plan)}",
         **plan,
-        "done already": f"{done}{' (--overwrite begins anew)' if overwrite and done != 'nothing' else ''}",
+        "done already": f"{done}{anew}",
     }
 
 

@@ -183,32 +183,31 @@ def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds")
 def stages_in_words(recipe: RoundsRecipe, rows: int | None) -> Words:
     """Describe the sampling, selection and training of a round, title → text. ``rows``: number of questions in the
     data; None: not known here."""
-    sampling = recipe.sampling
-    way = recipe.way
+    start = "the start model"
     last = "the model of the round before"
-    which = "all questions"
-    number = rows
-    total = ""
-    if (asked := recipe.rounds.questions) is not None:
-        which = f"{asked:,} questions, other ones until all were asked"
+    asked = recipe.rounds.questions
+    if asked is None:
+        questions = "all questions"
+        number = rows
+    else:
+        questions = f"{asked:,} questions, other ones until all were asked"
         number = asked
     if number is not None:
-        each = number * sampling.n_samples
-        total = f", {each:,} completions a round and {each * recipe.rounds.count:,} in all"
-    who = "the start model" if recipe.rounds.count == 1 else last
-    if isinstance(way, Keep):
-        what = "right answers"
-    else:
-        what = "pairs of a right and a wrong answer of one question"
-    if recipe.base is None:
-        begin = "the start model"
-    else:
-        begin = model_of(str(recipe.base.path))
+        each = number * recipe.sampling.n_samples
+        questions += f", {each:,} completions a round and {each * recipe.rounds.count:,} in all"
+    sampled = start if recipe.rounds.count == 1 else last
+    chosen = "right answers"
+    if not isinstance(recipe.way, Keep):
+        chosen = "pairs of a right and a wrong answer of one question"
     if recipe.rounds.train_from != "base":
         begin = last
+    elif recipe.base is None:
+        begin = start
+    else:
+        begin = model_of(str(recipe.base.path))
     return {
-        "1. sample": f"{which}{total}, by {who}; {describe(sampling)}",
-        "2. select": f"{what}: {describe(way)}",
+        "1. sample": f"{questions}, by {sampled}; {describe(recipe.sampling)}",
+        "2. select": f"{chosen}: {describe(recipe.way)}",
         "3. train": f"{recipe.method}, from {begin}; {settings_in_words(recipe.training)}",
     }
 
