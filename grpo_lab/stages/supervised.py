@@ -123,11 +123,7 @@ class RewardModel(Train):
             raise ValueError("`chat_template_kwargs` has no effect on a reward model; leave it out")
 
     def run(self, workspace: Workspace, reference: Any = None, made_from: Any = None) -> Facts:
-        rows = self.read()
-        held = [row for row in rows if holds_out(row["prompt"], self.held_out)]
-        learned = [row for row in rows if not holds_out(row["prompt"], self.held_out)]
-        if not learned:
-            raise ValueError(f"of {len(held)} pairs in {self.rows} all are held out (`held_out` {self.held_out:g})")
+        learned, held = divided(self, "pairs")
         tokenizer = load_tokenizer(ModelSection(path=self.model))
         facts = learn(self, workspace, "reward", self.model, tokenizer, learned, made_from)
         right = PreferenceReward(str(workspace.folder / MODEL)).pair_accuracy(held)
@@ -152,11 +148,7 @@ class StepRewardModel(Train):
             raise ValueError("`chat_template_kwargs` has no effect on a process reward model; leave it out")
 
     def run(self, workspace: Workspace, reference: Any = None, made_from: Any = None) -> Facts:
-        rows = self.read()
-        held = [row for row in rows if holds_out(row["prompt"], self.held_out)]
-        learned = [row for row in rows if not holds_out(row["prompt"], self.held_out)]
-        if not learned:
-            raise ValueError(f"of {len(held)} rows in {self.rows} all are held out (`held_out` {self.held_out:g})")
+        learned, held = divided(self, "rows")
         tokenizer = load_tokenizer(ModelSection(path=self.model))
         facts = learn(self, workspace, "steps", self.model, tokenizer, learned, made_from)
         facts |= {"rows": len(learned), "held_out": len(held)}
@@ -272,6 +264,21 @@ class Merge:
         shutil.rmtree(workspace.folder / MODEL, ignore_errors=True)  # left by a run that was killed before it was done
         average_weights(self.model, self.short_model, workspace.folder / MODEL, self.alpha)
         return {}
+
+
+def divided(stage: RewardModel | StepRewardModel, what: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows that a stage trains on, and those that it holds out. Raises ValueError, in which the rows are
+    called ``what``, if all are held out."""
+    learned = []
+    held = []
+    for row in stage.read():
+        if holds_out(row["prompt"], stage.held_out):
+            held.append(row)
+        else:
+            learned.append(row)
+    if not learned:
+        raise ValueError(f"of {len(held)} {what} in {stage.rows} all are held out (`held_out` {stage.held_out:g})")
+    return learned, held
 
 
 def step_facts(rows: Sequence[Mapping[str, Any]], scores: Sequence[Sequence[float | None]]) -> Facts:
