@@ -65,7 +65,7 @@ class Evidence:
         anew: gap of tokens that the engine draws anew after parts of the transcripts, without its cache.
         alone: the same after a single token.
         near: the same after two tokens.
-        far: the same after more than three quarters of a transcript.
+        far: the same after at least three quarters of a transcript.
         base: as ``anew``, both without the adapter; None: there is no adapter.
         unused: gap of the engine with the adapter to the trainer without it; None: there is no adapter.
         template: how the engine renders messages to other tokens than the trainer; None: it does not.

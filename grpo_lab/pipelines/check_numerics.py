@@ -210,7 +210,7 @@ def write_transcripts(
         raise ValueError(f"--length {length} leaves {room} tokens a turn after a prompt of {longest}: give more")
     for turn in range(1, turns + 1):
         written = engine.write([one.so_far for one in found], room)
-        found = [one.with_own(TurnTokens(ids, told, 0)) for one, (ids, told) in zip(found, written, strict=True)]
+        found = [one.with_own(TurnTokens(ids, logps, 0)) for one, (ids, logps) in zip(found, written, strict=True)]
         if turn < turns:
             for row, one in enumerate(found):
                 closing = []
@@ -240,7 +240,7 @@ def measure(
     """Compare engine and trainer on the tokens that the engine wrote, and on tokens that it draws anew.
 
     The latter are single tokens that it draws, without its cache, after up to ``PREFIXES`` of each of these: prefixes
-    of the transcripts, prefixes longer than three quarters of their transcript, pairs of neighbouring tokens, and
+    of the transcripts, prefixes of at least three quarters of their transcript, pairs of neighbouring tokens, and
     single tokens. If ``model`` has an adapter (a `PeftModel`), the first of these are also compared without it.
 
     Args:
@@ -257,18 +257,18 @@ def measure(
     def drawn(prefixes: Rows, adapted: bool = True) -> tuple[Rows, list[list[float]]]:
         """Let the engine draw one token after each prefix; return these tokens and its log-probs of them."""
         written = engine.write(prefixes, 1, cached=False, adapted=adapted)
-        return [ids for ids, _ in written], [told for _, told in written]
+        return [ids for ids, _ in written], [logps for _, logps in written]
 
-    def gap(prefixes: Rows, ids: Rows, told: Sequence[Sequence[float]]) -> Gap:
-        """Compare the engine's log-probs ``told`` of the tokens ``ids`` after the prefixes with the trainer's."""
-        own = trainer_reads(model, prefixes, ids, autocast)
-        sync_gap(told, own)  # raises EngineFault
-        return Gap.between(np.concatenate(told), np.concatenate(own))
+    def gap(prefixes: Rows, ids: Rows, by_engine: Sequence[Sequence[float]]) -> Gap:
+        """Compare the engine's log-probs of the tokens ``ids`` after the prefixes with the trainer's."""
+        by_trainer = trainer_reads(model, prefixes, ids, autocast)
+        sync_gap(by_engine, by_trainer)  # raises EngineFault
+        return Gap.between(np.concatenate(by_engine), np.concatenate(by_trainer))
 
-    own = trainer_reads(model, [one.prompt for one in transcripts], [one.ids for one in transcripts], autocast)
-    tokens = [token for one, computed in zip(transcripts, own, strict=True) for token in _own_tokens(one, computed)]
-    turn, quarter, told, computed = (list(column) for column in zip(*tokens, strict=True))
-    sync_gap([told], [computed])
+    read = trainer_reads(model, [one.prompt for one in transcripts], [one.ids for one in transcripts], autocast)
+    tokens = [token for one, logps in zip(transcripts, read, strict=True) for token in _own_tokens(one, logps)]
+    turn, quarter, by_engine, by_trainer = (list(column) for column in zip(*tokens, strict=True))
+    sync_gap([by_engine], [by_trainer])
     whole = [one.so_far for one in transcripts]
     prefixes = _spread([row[:end] for row in whole for end in range(1, len(row))])
     far = _spread([row[:end] for row in whole for end in range(3 * len(row) // 4, len(row))])
@@ -276,8 +276,8 @@ def measure(
     anew = drawn(prefixes)
     alone = [pair[1:] for pair in pairs]
     found = Evidence(
-        turns=by_part(told, computed, turn),
-        quarters=by_part(told, computed, quarter),
+        turns=by_part(by_engine, by_trainer, turn),
+        quarters=by_part(by_engine, by_trainer, quarter),
         anew=gap(prefixes, *anew),
         alone=gap(alone, *drawn(alone)),
         near=gap(pairs, *drawn(pairs)),
@@ -290,13 +290,13 @@ def measure(
         return replace(found, base=gap(prefixes, *drawn(prefixes, adapted=False)), unused=gap(prefixes, *anew))
 
 
-def _own_tokens(one: Trajectory, computed: Sequence[float]) -> Iterator[tuple[int, int, float | None, float]]:
+def _own_tokens(one: Trajectory, by_trainer: Sequence[float]) -> Iterator[tuple[int, int, float | None, float]]:
     """Yield of each token that the policy wrote: its turn (from 1), its quarter of the transcript (1 to 4), and its
-    log-prob by the engine and by the trainer. ``computed``: the trainer's log-probs of all tokens after the prompt."""
-    told = one.logprobs or []
+    log-prob by the engine and by the trainer. ``by_trainer``: log-probs of all tokens after the prompt."""
+    by_engine = one.logprobs or []
     for number, turn in enumerate(one.turns, start=1):
         for at in range(turn.first, turn.end):
-            yield number, quarter_of(len(one.prompt) + at, len(one.so_far)), told[at], computed[at]
+            yield number, quarter_of(len(one.prompt) + at, len(one.so_far)), by_engine[at], by_trainer[at]
 
 
 def _spread(rows: list[list[int]]) -> list[list[int]]:

@@ -199,7 +199,7 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
         if known.like is None:
             given["reward"] = RewardSection("environment")
     if "chat_template_kwargs" in said:
-        given["chat_template_kwargs"] = _told(said["chat_template_kwargs"])
+        given["chat_template_kwargs"] = _template_kwargs(said["chat_template_kwargs"])
     if "measures" in said:
         given["measures"] = {**section.measures, **_measures(said["measures"])}
     section = replace(section, **given)
@@ -316,7 +316,7 @@ def _value(name: str, text: str) -> Any:
     return next(iter(parse_overrides([f"--{name}={text}"]).values()))
 
 
-def _told(text: str) -> dict[str, Any]:
+def _template_kwargs(text: str) -> dict[str, Any]:
     """Read the text of ``--chat-template-kwargs`` as a mapping. Raises ValueError if it is none, or has a key that is
     not the user's to set (`check_template_kwargs`)."""
     found = _value("chat-template-kwargs", text)

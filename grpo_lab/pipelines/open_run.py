@@ -20,7 +20,7 @@ from accelerate import PartialState
 from grpo_lab.diagnostics.token_weights import FILE as TOKEN_WEIGHTS
 from grpo_lab.evaluation.run_record import in_few_words
 from grpo_lab.io import write_whole_text
-from grpo_lab.pipelines.run_folder import MEASURED, RunFolder, State, told_by_main, when_written
+from grpo_lab.pipelines.run_folder import MEASURED, RunFolder, State, ask_main_process, when_written
 from grpo_lab.recipe.job import Job
 from grpo_lab.recipe.yaml import written
 from grpo_lab.runs.differences import other_releases
@@ -75,11 +75,11 @@ def claimed(folder: RunFolder, job: Job) -> Iterator[OpenRun]:
         Interrupted: a stop file is there when a run is resumed.
     """
     with ExitStack() as lock:
-        rows = told_by_main(lambda: _lock(folder, job, lock))
+        rows = ask_main_process(lambda: _lock(folder, job, lock))
         if folder.state is State.GOES_ON:
             heed_stop_file(job.config, folder.place)
         newest, passed = folder.newest_checkpoint(job.config.max_steps)
-        run = OpenRun(folder, told_by_main(lambda: _mark(folder)), rows)
+        run = OpenRun(folder, ask_main_process(lambda: _mark(folder)), rows)
         if folder.state is State.GOES_ON and folder.trained is None:
             run.checkpoint = newest
             if PartialState().is_main_process:

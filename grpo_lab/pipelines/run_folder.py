@@ -86,7 +86,7 @@ class RunFolder:
         """
         if overwrite and resume:
             raise ValueError("--overwrite and --resume contradict each other; give one of them")
-        return told_by_main(lambda: _look_at(recipe, overwrite))
+        return ask_main_process(lambda: _look_at(recipe, overwrite))
 
     @property
     def state(self) -> State:
@@ -164,7 +164,7 @@ class RunFolder:
         return rows
 
 
-def told_by_main(ask: Callable[[], Answer]) -> Answer:
+def ask_main_process(ask: Callable[[], Answer]) -> Answer:
     """Call ``ask`` on the main process alone; return its answer, or raise its ValueError, on every process."""
     answer: Any = None
     refused: ValueError | None = None
@@ -174,10 +174,10 @@ def told_by_main(ask: Callable[[], Answer]) -> Answer:
         except ValueError as error:
             refused = error
             answer = ValueError(str(error))
-    told: Any = gather_object([answer])[0]
-    if isinstance(told, ValueError):
-        raise told from refused
-    return told  # type: ignore[no-any-return]
+    received: Any = gather_object([answer])[0]
+    if isinstance(received, ValueError):
+        raise received from refused
+    return received  # type: ignore[no-any-return]
 
 
 def _look_at(recipe: Recipe, overwrite: bool) -> RunFolder:

@@ -92,7 +92,7 @@ def _stages(job: Job, run: OpenRun) -> list[Stage]:
     say whether it is complete."""
     place = job.folder / "cold_start"
     cold = job.cold_start is not None
-    made = cold or job.model.path is None or job.model.tokenizer is not None
+    made = cold or job.model.path is None or job.model.tokenizer is not None  # else RL starts from the model itself
     start = str(place if made else job.model.path)
     left = []
 

@@ -12,7 +12,7 @@ import pytest
 
 from folders import claim, job_in
 from grpo_lab.pipelines.open_run import claimed
-from grpo_lab.pipelines.run_folder import RunFolder, State, told_by_main
+from grpo_lab.pipelines.run_folder import RunFolder, State, ask_main_process
 from grpo_lab.pipelines.same_run import fingerprint
 from grpo_lab.recipe.sections import DataSection, ModelSection, Recipe
 from grpo_lab.runs.differences import earlier_run, plain_settings
@@ -104,7 +104,7 @@ def test_another_process_has_the_answer_of_the_main_one(refused: bool, monkeypat
     monkeypatch.setattr(f"{home}.PartialState", lambda: SimpleNamespace(is_main_process=False))
     monkeypatch.setattr(f"{home}.gather_object", lambda own: [said, *own])
     with pytest.raises(ValueError, match="is in use") if refused else nullcontext():
-        assert told_by_main(lambda: pytest.fail("it asked itself")) == said
+        assert ask_main_process(lambda: pytest.fail("it asked itself")) == said
 
 
 def test_commands_that_failed_before_they_wrote_anything_leave_their_folder_too(tmp_path: Path) -> None:
