@@ -43,13 +43,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Two coefficients fitted by least squares.
+    """Two coefficients fitted by least squares, with the names of the module's formulas.
 
     Args:
-        theta: the coefficients ``[2]``.
+        theta: θ, the coefficients ``[2]``.
         inverse: (XᵀX)⁻¹ ``[2, 2]``.
-        residual: s, in units of the reward.
-        n: how many points were fitted.
+        residual: s, the standard deviation of the residuals, in units of the reward.
+        n: number of points that were fitted.
     """
 
     theta: NDArray[np.float64]
@@ -64,8 +64,8 @@ class Fitted:
         return float(first), float(second)
 
     def at(self, columns: Columns) -> Prediction:
-        """Return the fit at the row x of X: Σ θ·x, its standard error s·√v with v = xᵀ(XᵀX)⁻¹x, and that of a new point
-        measured there, s·√(1 + v)."""
+        """Predict the law's value where the row of X is ``columns``, x: Σ θ·x, its standard error s·√v with v =
+        xᵀ(XᵀX)⁻¹x, and that of a new point measured there, s·√(1 + v)."""
         x = np.array(columns, dtype=np.float64)
         value = float(x @ self.theta)
         variance = max(float(x @ self.inverse @ x), 0.0)

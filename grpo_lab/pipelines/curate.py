@@ -219,8 +219,8 @@ def _loaded(recipe: CurationRecipe, ready: Resolved, stop: StopRequests) -> Filt
 
 
 def _check(recipe: CurationRecipe, overwrite: bool) -> None:
-    """Raise ValueError if the folder has samples of an earlier run, and not as many per problem as the recipe asks for;
-    with ``overwrite`` they are removed anyway."""
+    """Raise ValueError if the folder has samples of an earlier run, and another number per problem than the recipe asks
+    for. With ``overwrite`` nothing is checked, since they will be removed."""
     if overwrite:
         return
     instead = "give --overwrite to sample anew, or another `--output_dir`"
