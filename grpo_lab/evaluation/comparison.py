@@ -123,7 +123,7 @@ def compare(folders: Sequence[str | Path], stages: StagesOf = as_left) -> Compar
 
 def paired_test(run: RunRecord, baseline: RunRecord) -> PairedTest:
     """Test ``run`` against ``baseline`` on the greedy answers to the problems that both have. If no test can be made,
-    the result has the reason."""
+    the result says why."""
     new = run.after
     old = baseline.after
     missing = [one.name for one, result in ((baseline, old), (run, new)) if result is None or not result.greedy]

@@ -223,7 +223,7 @@ def _kinds_of(record: RunRecord) -> list[str]:
 
 
 def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
-    """Read a file of settings. It is empty if it is missing, or damaged, which a notice then says."""
+    """Read a file of settings. Empty if it is missing or damaged; a notice says so if it is damaged."""
     if not path.is_file():
         return {}
     try:
@@ -378,8 +378,8 @@ def _read_token_weights(path: Path, notices: list[str]) -> list[dict[str, Any]]:
 
 
 def _read_evaluation(folder: Path, notices: list[str], name: str = "") -> EvaluationResult | None:
-    """Read the evaluation in ``folder``. None if there is none, or if it is damaged, which a notice then says by its
-    ``name``."""
+    """Read the evaluation in ``folder``. None if there is none, or if it is damaged; a notice then says so, and calls
+    it ``name``."""
     if not folder.is_dir():
         return None
     try:

@@ -97,7 +97,7 @@ def _call_in_words(call: Mapping[str, Any]) -> str:
 
 
 def _value_in_words(value: Any) -> str:
-    """Return a value as JSON, but a text of several lines (a program) as it was written."""
+    """Return a value as JSON. A text of several lines, such as a program, stays as it was written."""
     if isinstance(value, str) and "\n" in value:
         return f"\n{value}\n"
     return json.dumps(value, ensure_ascii=False)

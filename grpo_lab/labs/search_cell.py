@@ -1,8 +1,8 @@
 """What a cell of the lab `search` measures: answers of each method, the space of steps, the judges.
 
 A `SearchCell` loads models and problems. `searches` measures a way to search: for each budget of generated tokens,
-whether the answer to each problem is right. `space_measured` looks at the tree of steps along the right way,
-`judges_measured` at how well the judges value states.
+whether the answer to each problem is right. `space_measured` looks at the tree of steps around the worked solutions,
+`judges_measured` at how well the judges value states. A state is a solution as far as it is written.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SearchSizes:
         beams: numbers of states that a beam search keeps; there is a search for each number.
         beam_width: proposals for the next step of each of these states.
         samples: of a problem; as many as the largest budget pays for.
-        proposals: of each state on the right way, to look at the space.
+        proposals: next steps that are sampled from each state of a worked solution, to look at the space.
         rests: ends of a solution that are sampled from each state; the share of right ones is the state's exact value.
         rounds: of the loop.
         round_problems: fresh problems of a round.
@@ -249,11 +249,15 @@ def beams_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
 
 
 def space_measured(cell: SearchCell, sizes: SearchSizes) -> dict[str, Any]:
-    """Look at the tree of steps along the right way, by the number of proposals that a node has.
+    """Measure the tree of steps around each worked solution, by the number of proposals that a node has.
+
+    From each state of a worked solution the policy proposes next steps. A problem's right way is in the tree if each
+    step of its worked solution is proposed.
 
     Returns:
-        width → ``steps``: mean number of different steps of a node; ``paths``: paths of each problem's whole tree, as
-        the product of these numbers along the right way; ``inside``: whether each problem's right way is among them.
+        width → ``steps``: mean number of different proposals of a node; ``paths``: paths of each problem's whole tree,
+        as the product of these numbers over the states of the worked solution; ``inside``: whether each problem's right
+        way is in the tree.
     """
     asked = []
     for place, row in enumerate(cell.rows):

@@ -104,8 +104,8 @@ class Starts:
         raise ValueError(f"{said}: its start is made by one; a model as it is needs a lab of its own, with `--start`")
 
     def make(self, arm: str) -> str:
-        """Return the path of the model that the arm begins from. If it is missing it is made, and before it the lab's
-        start if it is trained further from that."""
+        """Return the path of the model that the arm begins from, made if it is missing. If it is trained further from
+        the lab's start, that is made before it."""
         if arm not in self.changes:
             return self._lab_made()
         if self.changes[arm].get("model") == LAB_START:
