@@ -64,7 +64,7 @@ def frame(message: Any, most: int | None = MOST_BYTES) -> bytes:
 
 
 class Channel:
-    """One end of a stream, given by its descriptor: it sends and receives whole messages."""
+    """End of a stream, given by its descriptor ``fd``, that sends and receives whole messages."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

@@ -34,7 +34,7 @@ THOUGHTS = ("reasoning_content", "thinking")
 
 
 class ChatDialogue:
-    """How messages become tokens and tokens become messages, for one tokenizer and chat template.
+    """Converts messages to tokens and tokens to messages, for one tokenizer and chat template.
 
     Args:
         tokenizer: a fast tokenizer of ``transformers``.

@@ -1,4 +1,4 @@
-"""What the loop over turns asks of an engine, and a turn as tokens and as a message."""
+"""Interface of engines for the loop over turns, and a turn as tokens and as a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat template would write otherwise than the policy wrote it, found before the first step.
+"""Check of what a chat template would write otherwise than the policy wrote it, before the first step.
 
     seen by the policy     prompt | turn 1 | answers | turn 2 | answers
     rendered anew          template(messages that turns 1 and 2 were parsed to, and the tools' messages)

@@ -1,4 +1,4 @@
-"""What one call of a tool gives, and tools that run in processes of their own.
+"""Outcome of a tool's call, and tools that run in processes of their own.
 
 Such a process is a worker of ``sandbox.fork_server``. It imports the tool by its name, once; arguments and answers are
 sent as JSON, never as pickles. Of the run's environment variables it gets a few such as the path and the language

@@ -30,7 +30,7 @@ class CutAnew(ValueError):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a tool.
+    """Call of a tool, and its answer.
 
     Args:
         name: name of the tool as the policy wrote it.
@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy and the calls that it made.
+    """Turn of the policy, and the calls that it made.
 
     Args:
         first: index of its first own token in the completion.

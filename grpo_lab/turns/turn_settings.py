@@ -1,4 +1,4 @@
-"""What a team sets about turns (``rollout: {turns: …}``), and what it marks on its tools and environments.
+"""Settings of turns (``rollout: {turns: …}``), and marks of a team on its tools and environments.
 
     @repeatable                 a call may be made twice: it changes nothing outside, or the same thing each time
     @in_process                 a call runs in a process of its own, which is killed when it takes too long: a tool that

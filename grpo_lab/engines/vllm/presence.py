@@ -1,4 +1,4 @@
-"""Whether an engine can be started here: vLLM is installed, it imports, and its kernels load.
+"""Check that an engine can start here: vLLM is installed, it imports, and its kernels load.
 
 A vLLM that cannot be imported does not prevent the use of the rest: ``grpo_lab.trainer.trl_import`` then hides it from
 TRL and records why. Whatever asks for an engine is refused with that reason before a run starts.
