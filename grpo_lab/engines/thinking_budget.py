@@ -25,7 +25,8 @@ from typing import Any
 
 from grpo_lab.engines.generators import Completion, CompletionGenerator, GenerationStopped
 
-START_TEXT, END_TEXT = "<think>", "</think>"
+START_TEXT = "<think>"
+END_TEXT = "</think>"
 QWEN3_STOP_TEXT = (
     "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
     "</think>\n\n"

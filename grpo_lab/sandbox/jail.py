@@ -29,16 +29,20 @@ from typing import Any, NoReturn
 from grpo_lab.sandbox import kernel, walls
 from grpo_lab.sandbox.walls import Cell
 
-_CLEARING_S, _GRACE_S = 0.5, 0.7
-"""Seconds that a watcher takes to end all descendants, and that the worker gives it before it is killed."""
+_CLEARING_S = 0.5
+"""Seconds that a watcher takes at most to end all descendants."""
+_GRACE_S = 0.7
+"""Seconds that the worker gives a watcher to end, before it kills the watcher."""
 _PREFIX = "grpo_lab_code_"
-_PATIENCE_S, _OLD_S = 0.2, 5.0
-"""Seconds that removing folders may take, and that an abandoned folder must be old: younger ones are about to be
-locked."""
+_PATIENCE_S = 0.2
+"""Seconds that removing folders may take."""
+_OLD_S = 5.0
+"""Age in seconds from which an unlocked folder counts as abandoned: a younger one may be about to be locked."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_ALIVE, _FAULT = 8, 9
-"""Descriptors of the jailed process until its task begins: a pipe that becomes readable when the watcher ends, and a
-pipe that takes the text of an error in putting up the walls."""
+_ALIVE = 8
+"""Descriptor of the jailed process until its task begins: a pipe that becomes readable when the watcher ends."""
+_FAULT = 9
+"""Descriptor of the jailed process until its task begins: a pipe for the text of an error in putting up the walls."""
 
 
 class Jailed:

@@ -122,8 +122,10 @@ _SOCK_FLAGS = 0x80800
 _MSG_OOB = 1  # a byte out of band: of no use to a program, and a way into kernels (CVE-2025-38236)
 _FUTEX = (0, 1, 3, 4, 5, 9, 10)  # WAIT, WAKE, REQUEUE, CMP_REQUEUE, WAKE_OP, WAIT_BITSET, WAKE_BITSET: none of PI's
 _FUTEX_OPERATION = 0x7F
-_THREAD, _THREAD_FLAGS = 0x10000, 0x7D0F00  # as glibc and musl start one
-_FILE_KIND, _PIPE = 0o170000, 0o010000
+_THREAD = 0x10000
+_THREAD_FLAGS = 0x7D0F00  # as glibc and musl start one
+_FILE_KIND = 0o170000
+_PIPE = 0o010000
 
 
 def _looked_at(own_pid: int) -> Iterator[tuple[str, list[list[Argument]]]]:

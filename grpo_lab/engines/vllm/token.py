@@ -32,7 +32,8 @@ from urllib.parse import urlparse
 
 VARIABLE = "GRPO_LAB_SERVER_TOKEN"
 #: Names of the other environment variables that a server's guard reads.
-HOSTS_VARIABLE, LIMIT_VARIABLE = "GRPO_LAB_SERVER_HOSTS", "GRPO_LAB_SERVER_MAX_BYTES"
+HOSTS_VARIABLE = "GRPO_LAB_SERVER_HOSTS"
+LIMIT_VARIABLE = "GRPO_LAB_SERVER_MAX_BYTES"
 #: Names of this machine for itself. TRL uses 0.0.0.0 where no address is set.
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 #: Least number of characters of a token that the server did not make. Its own have 43 (256 random bits).
