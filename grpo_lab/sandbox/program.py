@@ -124,7 +124,8 @@ class ProgramServer:
         made = isinstance(called, type) and called.__module__ == "solution"
         after = [self._pack(one) if isinstance(one, _CHANGING) else None for one in given]
         changed = [new if new != old else None for new, old in zip(after, request["args"])]
-        return {"value": self._keep(value) if made else self._pack(value), "args": changed if any(changed) else None}
+        any_changed = any(new is not None for new in changed)
+        return {"value": self._keep(value) if made else self._pack(value), "args": changed if any_changed else None}
 
     def _answered(self, what: str, thing: Any, given: list[Any]) -> Any:
         """Return the packed answer of the object ``thing`` to the question ``what`` with the arguments ``given``."""

@@ -248,6 +248,7 @@ TRANSPARENT: dict[str, tuple[str, str]] = {
         "def sort(x, d, s):\n    x.sort(); d['new'] = [1]; s.add(9)",
         "x, d, s = [3, 1, 2], {}, {1}\nsort(x, d, s)\nassert (x, d, s) == ([1, 2, 3], {'new': [1]}, {1, 9})",
     ),
+    "a list emptied in place": ("def take(x):\n    x.clear()", "x = [3, 1]\ntake(x)\nassert x == []"),
     "an object": (
         "class Stack:\n    def __init__(self, *x): self.x = list(x)\n    def push(self, v): self.x.append(v); return "
         "self\n"
