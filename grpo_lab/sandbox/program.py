@@ -102,10 +102,10 @@ class ProgramServer:
 
     def _leave(self, thing: Any, error: dict[str, Any] | None) -> bool:
         """Call ``__exit__`` of a context manager; return whether it suppresses the error."""
-        theirs = None
-        if error is not None:
-            theirs = _as_error(error)
-        return bool(type(thing).__exit__(thing, None if theirs is None else type(theirs), theirs, None))
+        if error is None:
+            return bool(type(thing).__exit__(thing, None, None, None))
+        theirs = _as_error(error)
+        return bool(type(thing).__exit__(thing, type(theirs), theirs, None))
 
     def _found(self, name: str) -> Any:
         """Return the program's value of a name, or a method of its class ``Solution``, as judges of contests ask."""

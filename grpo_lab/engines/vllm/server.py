@@ -140,8 +140,11 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
     """
     import torch
 
-    cpu = ["vllm.entrypoints.openai.api_server", "--model"]
-    command = [sys.executable, "-m", *(cpu if on_cpu else ["vllm.entrypoints.cli.main", "serve"]), options.model]
+    if on_cpu:
+        module = ["vllm.entrypoints.openai.api_server", "--model"]
+    else:
+        module = ["vllm.entrypoints.cli.main", "serve"]
+    command = [sys.executable, "-m", *module, options.model]
     command += ["--host", options.host, "--port", str(options.port), "--seed", str(options.engine.seed or 0)]
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"]
     arguments = options.engine.llm_arguments(on_cpu=on_cpu, trainer_dtype=torch.float32)

@@ -241,8 +241,11 @@ def prove_sync(
         FloatingPointError: the trainer's own weights hold NaN or infinity.
     """
     device = next(model.parameters()).device
-    here = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices=here, device_type="cuda" if device.type == "cpu" else device.type):
+    if device.type == "cpu":
+        random_state = torch.random.fork_rng(devices=[], device_type="cuda")
+    else:
+        random_state = torch.random.fork_rng(devices=[device], device_type=device.type)
+    with random_state:
         probe = draw_probe(llm, prompt_ids, lora_request=lora_request)
     own = forward_logprobs(model, probe.prompt_ids, probe.completion_ids)
     found = differing_tensors(engine_model(llm), named_params())  # always: other ranks gather shards for it
