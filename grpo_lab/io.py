@@ -31,6 +31,8 @@ a line that is appended alone."""
 EXIT_INTERRUPTED = 75
 """Exit code of a command that stopped on request and can be resumed (EX_TEMPFAIL). It is not 0, since the command is
 not finished."""
+LOCKED_WITHIN_S = 5.0
+"""Seconds within which a process locks a file or folder that it makes. An older one without a lock is abandoned."""
 #: Errors of a disk that takes nothing more: it is full, over a quota or limit, read-only or broken.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _NUMBER = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")

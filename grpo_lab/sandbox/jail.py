@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from grpo_lab.io import LOCKED_WITHIN_S
 from grpo_lab.sandbox import kernel, walls
 from grpo_lab.sandbox.walls import Cell
 
@@ -36,8 +37,6 @@ _GRACE_S = 0.7
 _PREFIX = "grpo_lab_code_"
 _PATIENCE_S = 0.2
 """Seconds that removing folders may take."""
-_OLD_S = 5.0
-"""Age in seconds from which an unlocked folder counts as abandoned: a younger one may be about to be locked."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALIVE = 8
 """Descriptor of the jailed process until its task begins: a pipe that becomes readable when the watcher ends."""
@@ -329,7 +328,7 @@ def _remove_abandoned() -> None:
             held = os.open(place, _FOLDER)
             try:
                 found = os.fstat(held)
-                if found.st_uid == os.geteuid() and time.time() - found.st_ctime > _OLD_S:
+                if found.st_uid == os.geteuid() and time.time() - found.st_ctime > LOCKED_WITHIN_S:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     remove_folder(str(place), until)
             finally:

@@ -232,7 +232,7 @@ def test_what_a_killed_run_left_in_shared_memory_goes_and_a_living_runs_stays(mo
     (left,) = SHARED_MEMORY.glob(f"{prefix}*")
     with own_folder(prefix, SHARED_MEMORY) as living:
         assert (left / "shard-00000.safetensors").is_file()  # it may be about to get its lock
-        monkeypatch.setattr("grpo_lab.engines.vllm.token._OLD_S", -1)
+        monkeypatch.setattr("grpo_lab.engines.vllm.token.LOCKED_WITHIN_S", -1)
         WeightCourier(Workers(loaded)).push([("a", torch.ones(2))])
         assert list(SHARED_MEMORY.glob(f"{prefix}*")) == [living]
     assert not living.exists()

@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from grpo_lab.io import LOCKED_WITHIN_S
+
 VARIABLE = "GRPO_LAB_SERVER_TOKEN"
 #: Names of the other environment variables that a server's guard reads.
 HOSTS_VARIABLE = "GRPO_LAB_SERVER_HOSTS"
@@ -189,10 +191,6 @@ def plain(token: str, where: str) -> str:
     return token
 
 
-#: Age in seconds below which files are not removed: their process may be about to lock them.
-_OLD_S = 5.0
-
-
 @contextlib.contextmanager
 def own_folder(prefix: str, parent: str | Path | None) -> Iterator[Path]:
     """Make a folder in ``parent`` (None: the temporary folder) that only this user may enter, with a name that begins
@@ -224,7 +222,7 @@ def remove_left(parent: Path, pattern: str) -> None:
     for place in parent.glob(pattern):
         with contextlib.suppress(OSError):
             found = place.lstat()
-            if found.st_uid == os.geteuid() and time.time() - found.st_ctime > _OLD_S:
+            if found.st_uid == os.geteuid() and time.time() - found.st_ctime > LOCKED_WITHIN_S:
                 held = hold(place)
                 if place.is_dir():
                     shutil.rmtree(place, ignore_errors=True)

@@ -258,7 +258,7 @@ def test_what_a_killed_server_left_is_gone_at_the_next_start(tmp_path: Path, mon
     """Its token, its folder of sockets; a trainer's weights in shared memory are kept in the same way."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv(server_token.VARIABLE, raising=False)
-    monkeypatch.setattr(server_token, "_OLD_S", -1.0)
+    monkeypatch.setattr(server_token, "LOCKED_WITHIN_S", -1.0)
     mine = tmp_path / "a-test-mine"  # the user's own
     mine.mkdir()
     command = [sys.executable, "-c", KILLED, str(tmp_path)]

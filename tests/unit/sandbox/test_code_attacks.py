@@ -152,7 +152,7 @@ def test_nothing_is_taken_beyond_the_limits(
     assert found["seconds"] < rounds * (WALL_S + ON_ITS_WAY_S)
     assert 100 << 20 < found["peak"] < MEMORY * 5 / 4  # "a result of 100 MB" is held, "a growing list" is ended
     monkeypatch.setattr(jail.tempfile, "tempdir", str(apart))
-    monkeypatch.setattr(jail, "_OLD_S", -1.0)
+    monkeypatch.setattr(jail, "LOCKED_WITHIN_S", -1.0)
     monkeypatch.setattr(jail, "_PATIENCE_S", 60.0)
     with jail.empty_folder(frozenset(), 0.0):  # what could not be removed in time, the next that comes removes
         assert len(list(apart.glob("grpo_lab_code_*"))) == 1
@@ -322,7 +322,7 @@ def test_a_folder_that_a_killed_worker_left_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jail.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(jail, "_OLD_S", -1.0)
+    monkeypatch.setattr(jail, "LOCKED_WITHIN_S", -1.0)
     left, outside = tmp_path / "grpo_lab_code_left", tmp_path / "outside"
     outside.mkdir()
     (left / "inside").mkdir(parents=True)
