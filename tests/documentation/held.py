@@ -119,7 +119,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "python recipes/lab/sorting/sources.py*": (
         "tests/unit/labs/test_sorting_sources.py::test_the_sources_sorting_run_begins_at_chance_and_learns"
     ),
-    "grpo-lab train --config recipes/lab/sorting/*": (
+    "grpo-lab train --config recipes/lab/*": (
         "minutes",
         "an experiment; its recipe is dry-run by tests/recipes/test_recipes.py",
     ),
