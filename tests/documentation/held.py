@@ -123,4 +123,11 @@ HELD: dict[str, str | tuple[str, str]] = {
         "minutes",
         "an experiment; its recipe is dry-run by tests/recipes/test_recipes.py",
     ),
+    **{
+        f"grpo-lab train --config recipes/{recipe}.yaml": (
+            "minutes",
+            "the same command with another recipe, which tests/recipes/test_recipes.py dry-runs",
+        )
+        for recipe in ("verifiable/*", "kimi/quickstart", "r1/quickstart")
+    },
 }
