@@ -222,11 +222,28 @@ def named(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
 
 
 def with_observation(row: Row, environment: Any) -> Any:
-    """Reset an environment to a row, and return the row's prompt. What the environment says is added to the last
-    message, so a prompt is then a list of messages."""
+    """Reset an environment to a row, and return the row's prompt. What the environment says at the start is added to
+    the last message, as TRL does; of text and a list of blocks (images among them) the text becomes a block. Raises
+    ValueError if the environment says something and the prompt is a text without messages."""
     prompt = row["prompt"]
     observation = environment.reset(**row)
     if observation is None:
         return prompt
+    if isinstance(prompt, str):
+        raise ValueError(
+            f"{type(environment).__name__}.reset says something, which is added to the last message of a prompt, and "
+            "this prompt is text without messages: make prompts of messages (`data.template: chat`), or return None"
+        )
     last = prompt[-1]
-    return [*prompt[:-1], {**last, "content": last["content"] + observation}]
+    content = last["content"]
+    if isinstance(content, list) != isinstance(observation, list):
+        content = as_blocks(content)
+        observation = as_blocks(observation)
+    return [*prompt[:-1], {**last, "content": content + observation}]
+
+
+def as_blocks(content: Any) -> list[Any]:
+    """Return a message's content as a list of blocks; a text becomes one block."""
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}]

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_lab.engines.generators import Completion
 from grpo_lab.evaluation import EvaluationResult, evaluate
-from grpo_lab.evaluation.in_turns import TurnGenerator
+from grpo_lab.evaluation.in_turns import TurnGenerator, with_observation
 from grpo_lab.evaluation.transcript import turns_in
 from grpo_lab.rewards import JudgedByEnvironment
 from grpo_lab.testing import tiny_tokenizer
@@ -116,6 +116,30 @@ def test_a_completion_has_no_more_tokens_than_asked(room: int) -> None:
 def test_limits_of_turns_hold() -> None:
     turns, _ = generator(calls=9, settings=TurnSettings(max_turns=2))
     assert [len(turns_in(one.transcript)) for one in measured(turns).greedy] == [2, 2]
+
+
+class Shows(Counter):
+    """Says its goal in a list of blocks."""
+
+    def reset(self, goal, **row):
+        return [{"type": "text", "text": super().reset(goal)}]
+
+
+@pytest.mark.parametrize("content", ["Go.", [{"type": "text", "text": "Go."}]])
+@pytest.mark.parametrize("kind", [Counter, Shows])
+def test_what_an_environment_says_is_added_as_trl_adds_it(kind: type, content: object) -> None:
+    """TRL's rule: text with text is text; else both are blocks."""
+    row = {"prompt": [{"role": "user", "content": content}], "goal": 2}
+    (message,) = with_observation(row, kind())
+    said = [{"type": "text", "text": "Go."}, {"type": "text", "text": " Count to 2."}]
+    both_text = kind is Counter and content == "Go."
+    assert message == {"role": "user", "content": "Go. Count to 2." if both_text else said}
+    assert row["prompt"][0]["content"] == content
+
+
+def test_what_an_environment_says_needs_messages() -> None:
+    with pytest.raises(ValueError, match=r"Counter.reset says something.*text without messages.*`data.template: chat`"):
+        with_observation({"prompt": "Go.", "goal": 2}, Counter())
 
 
 class Moody(Counter):
