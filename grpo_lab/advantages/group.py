@@ -69,7 +69,7 @@ def deviation(values: Tensor, dim: int, keepdim: bool = False, std: str = "sampl
     """Compute the standard deviation along ``dim``, leaving out NaN.
 
     ``sample`` divides by n − 1, as TRL's and the papers' code does, and gives 0 for a single value; ``population``
-    divides by n.
+    divides by n. Where all values are NaN it is 0.
     """
     count = (~values.isnan()).sum(dim=dim, keepdim=True) - DEVIATIONS[std]
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)

@@ -113,7 +113,8 @@ class Deduplicated(NamedTuple):
 
 
 def deduplicate(texts: Sequence[str], *, similarity: float = SIMILAR) -> Deduplicated:
-    """Choose which texts to keep so that no two of them are duplicates; of each family the first is kept.
+    """Choose which texts to keep: a text that repeats an earlier kept one is dropped. The result says for each text
+    whether it is kept, and for each dropped one what it repeats.
 
     Args:
         similarity: least word similarity of a near duplicate, in [0.6, 1]; 1.0 drops exact duplicates only.

@@ -82,8 +82,8 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
 
 
 def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the mapping tensor name → file name of each checkpoint folder. Raises ValueError if a folder has no
-    safetensors, or the tensors' names differ."""
+    """Return tensor name → file name of each of two checkpoint folders. Raises ValueError if a folder has no
+    safetensors, or the names differ; shapes are compared only when the tensors are read."""
     files_a = _tensor_files(Path(a_dir))
     files_b = _tensor_files(Path(b_dir))
     if files_a.keys() != files_b.keys():

@@ -59,13 +59,18 @@ def proofs(
     *,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """Generate ``n`` provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution,
-    steps``.
-
-    ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
+    """Generate ``n`` different provable sequents: columns ``prompt, template, question, sequent, solution,
+    worked_solution, steps``. Both solutions are the known proof, and ``steps`` is the number of its lines.
 
     Args:
-        steps: fewest and most lines of the known proof, without its premises. There may be a shorter one.
+        seed: the same arguments give the same rows.
+        split: ``train``, ``cold_start`` or ``test``; no sequent is in two of them.
+        steps: fewest and most lines of the known proof, from 1 to 30, not counting premises. A shorter proof may exist.
+        template: name of a prompt template (``grpo_lab.data.prompts``).
+        system_prompt: system turn, for template ``chat`` alone.
+
+    Raises:
+        ValueError: an argument is out of its range, or there are fewer than ``n`` such sequents.
     """
     form = find_template(template, system_prompt)
     sizes = checked_range("steps", steps, 1, 30)

@@ -224,8 +224,8 @@ class EvaluationResult:
 
 
 def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval | None:
-    """Compute the change in greedy accuracy on the problems that are scorable in both results; None if there are none,
-    or if their questions differ."""
+    """Compute the change in greedy accuracy, after − before, on the problems that are scorable in both results, with
+    95% confidence limits. None if there are no such problems, or if their questions differ."""
     old = {o.problem: o for o in before.greedy if o.correct is not None}
     new = {o.problem: o for o in after.greedy if o.correct is not None}
     shared = sorted(old.keys() & new.keys())

@@ -224,6 +224,6 @@ def curves(found: Found, depths: Sequence[int], ks: Sequence[int]) -> dict[str, 
 
 
 def over_k(values: Mapping[int, Values]) -> list[list[tuple[float, float]]]:
-    """Return a curve (log2 k, pass@k) for each seed. ``values``: k → pass@k by seed."""
+    """Return for each seed its curve, the points (log2 k, pass@k). ``values``: k → seed → pass@k."""
     seeds = next(iter(values.values()))
     return [[(math.log2(k), of_k[seed]) for k, of_k in values.items()] for seed in seeds]

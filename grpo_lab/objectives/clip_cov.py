@@ -69,7 +69,7 @@ class ClipCov:
         return self.clip.diagnostics(batch)
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         if row.chosen[self.selection][t]:
             return 0.0
         return self.clip.literal(row, t)

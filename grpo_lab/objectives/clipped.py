@@ -70,7 +70,7 @@ class Clipped:
         return found
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         ratio = math.exp(row.log_ratios[t])
         clipped = min(max(ratio, 1 - self.epsilon), 1 + self.high)
         if self.delta is None:

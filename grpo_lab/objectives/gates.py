@@ -41,7 +41,7 @@ class OffPolicyMask:
         return ((batch.advantages >= 0) | near).to(batch.logps.dtype)
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the weight of token ``t`` with plain floats."""
+        """Compute the weight of token ``t`` in plain floats, for the start-up proof."""
         moved = [was - now for was, now in zip(row.sampler_logps, row.logps, strict=True)]
         return float(row.advantage >= 0 or sum(moved) / len(moved) <= self.threshold)
 
@@ -84,7 +84,7 @@ class TopEntropy:
         return batch.chosen[self.selection].to(batch.logps.dtype)
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the weight of token ``t`` with plain floats."""
+        """Compute the weight of token ``t`` in plain floats, for the start-up proof."""
         return float(row.chosen[self.selection][t])
 
 

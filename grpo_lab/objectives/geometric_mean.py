@@ -62,7 +62,7 @@ class GeometricMean:
         return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         total = 0.0
         for new, old in zip(row.logps, row.proximal_logps, strict=True):
             if row.advantage > 0:

@@ -58,7 +58,7 @@ class KLCov:
         return -batch.ratio * batch.advantages + self.coefficient * pulled
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         push = -math.exp(row.log_ratios[t]) * row.advantage
         if not row.chosen[self.selection][t]:
             return push

@@ -53,6 +53,6 @@ class MirrorDescent:
         return -batch.advantages * batch.logps + 0.5 * self.tau * response * moved
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         moved = [new - old for new, old in zip(row.logps, row.proximal_logps, strict=True)]
         return -row.advantage * row.logps[t] + self.tau / 2 * sum(moved) * moved[t]

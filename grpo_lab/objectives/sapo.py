@@ -44,7 +44,7 @@ class SoftGate:
         return -gate * batch.advantages
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         temperature = self.temperature_pos if row.advantage > 0 else self.temperature_neg
         ratio = math.exp(row.log_ratios[t])
         return -4 / temperature / (1 + math.exp(-temperature * (ratio - 1))) * row.advantage

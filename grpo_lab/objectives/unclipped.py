@@ -23,7 +23,7 @@ class Unclipped:
         return -batch.ratio * batch.advantages
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         return -math.exp(row.log_ratios[t]) * row.advantage
 
 
@@ -65,7 +65,7 @@ class DetachedWeight:
         return {"cispo_clip_ratio": (batch.ratio > self.bound) & (batch.advantages > 0)}
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         return -min(math.exp(row.log_ratios[t]), self.bound) * row.advantage * row.logps[t]
 
 
@@ -84,5 +84,5 @@ class Reinforce:
         return -batch.advantages * batch.logps
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         return -row.advantage * row.logps[t]

@@ -73,7 +73,7 @@ class GammaWeight:
         return {"vespo/phi_seq_mean": self.weight(batch)}
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         moved = [new - old for new, old in zip(row.logps, row.proximal_logps, strict=True)]
         total = min(max(sum(min(max(step, -HIGHEST), HIGHEST) for step in moved), LOWEST), HIGHEST)
         positive = row.advantage >= 0

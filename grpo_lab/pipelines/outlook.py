@@ -54,7 +54,10 @@ class Outlook:
             return ""
 
     def leave(self, kind: Any, folder: Path) -> None:
-        """Remember what a stage of this ``kind`` will leave in ``folder``, for the checks of later stages."""
+        """Remember what a stage will leave in its ``folder``, for the checks of later stages.
+
+        ``kind``: the stage's settings; their ``leaves`` map each thing that it makes to a place in the folder.
+        """
         model = self._model_of(kind)
         for thing, place in getattr(kind, "leaves", {}).items():
             self.left[str(folder / place)] = model if thing == "model" else None

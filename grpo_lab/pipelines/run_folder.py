@@ -236,7 +236,8 @@ def start_is_whole(folder: Path) -> bool:
 
 
 def is_measured(folder: Path) -> bool:
-    """Return whether the evaluation of the start model is there and complete; after Ctrl-C it is only a part."""
+    """Return whether a run's ``folder`` holds a complete evaluation of the start model (``evaluation/before``). One
+    that was stopped by Ctrl-C or cannot be read does not count."""
     try:
         return EvaluationResult.read(folder / "evaluation" / "before").stopped is None
     except (OSError, ValueError, RecursionError):

@@ -92,7 +92,8 @@ def refuse_waiting(call: Any, what: str) -> None:
 
 
 def check_requires(requires: Any) -> None:
-    """Raise ValueError unless ``requires`` holds names; a bare string would be read as its letters."""
+    """Raise ValueError if ``requires``, names of the rewards that a group reward reads, holds anything but strings or
+    is a bare string, which would be read as its letters."""
     if isinstance(requires, str) or not all(isinstance(name, str) for name in requires):
         raise ValueError(f"`requires` is {requires!r}; it is a tuple of reward names, such as ('accuracy_reward',)")
 

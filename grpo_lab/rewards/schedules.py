@@ -8,9 +8,9 @@ optimizer steps, as ``trainer_state.global_step`` does: the first batch is gener
 ===============  =============================  ====================================================================
 ``constant``     value                          value
 ``warmup``       start, value                   0 before ``start``, then value (Kimi k1.5's default: off, then constant)
-``linear``       start, end, initial, value     a straight line from initial (≤ start) to value (≥ end)
+``linear``       start, end, initial, value     a straight line from initial (≤ start; default 0) to value (≥ end)
 ``cosine``       start, end, initial, value     half a cosine between the same ends, flat at both
-``piecewise``    points ``[[step, value], …]``  the value of the last point that ``step`` has reached
+``piecewise``    points ``[[step, value], …]``  value of the last point that ``step`` has reached; the first is at 0
 ===============  =============================  ====================================================================
 
 All values are weights without unit. Kimi k1.5 (section 2.3.3): "first without the length penalty, then a constant one".

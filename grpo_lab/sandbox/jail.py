@@ -1,13 +1,14 @@
 """Start a process in a jail with an empty folder, wait for it, and end it with everything it started.
 
-    worker ── watcher ── jailed process (first of its namespaces) ── what it starts
+    worker ── watcher ── jailed process (the first one of its namespaces) ── what it starts
 
-``spawn`` forks the watcher (``_watch``). The watcher forks the jailed process (``_inside``), which puts up the layers
-in ``walls`` and then runs its task. The watcher itself only waits. It ends when the worker does, and takes the jailed
-process along. It adopts orphaned processes, so it also finds children in sessions of their own.
+``spawn`` forks the watcher (``_watch``). The watcher enters the namespaces, if they are one of the ``walls``, and forks
+the jailed process (``_inside``), which puts up the other walls and then runs its task. When that ends, or when the
+worker does, the watcher ends all its descendants and then itself. It adopts orphaned processes, so it also finds
+children in sessions of their own.
 
 A program may leave a hundred thousand files, or folders nested deeper than a path can be long. So its folder is removed
-by descriptors, without recursion, for at most ``_PATIENCE_S``. A later jail removes what is left.
+by descriptors, without recursion, until at most ``_PATIENCE_S`` after its deadline. A later jail removes what is left.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _GRACE_S = 0.7
 """Seconds that the worker gives a watcher to end, before it kills the watcher."""
 _PREFIX = "grpo_lab_code_"
 _PATIENCE_S = 0.2
-"""Seconds that removing folders may take."""
+"""Seconds that removing folders may take, for a program's own folder counted from its deadline if that is later."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALIVE = 8
 """Descriptor of the jailed process until its task begins: a pipe that becomes readable when the watcher ends."""
@@ -48,10 +49,11 @@ class Jailed:
     """The worker's handle on one jail.
 
     Attributes:
-        status: None while it runs, then its exit status (−n if signal n ended it).
-        usage: resources that all its processes used; None while it runs.
+        status: None until the jail has ended, then the exit status of the jailed process (−n if signal n ended it).
+        usage: resources that all its processes used together; None until the jail has ended.
         stopped: whether ``kill`` ended it.
-        fault: why a wall could not be put up, in which case the task never began; else empty.
+        fault: text of the error by which a wall could not be put up, or by which a task failed that did not replace the
+            process by another program; empty if there was none.
     """
 
     def __init__(self, watcher: int, fault: int) -> None:

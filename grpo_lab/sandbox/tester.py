@@ -160,13 +160,18 @@ class Names(dict[str, Any]):
 
 
 def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, frozenset[str]]:
-    """Compile tests of the kind ``assertions``, each of them marked.
+    """Compile a row's text of assertions, with each test in it marked.
+
+    Args:
+        tests: the text, in Python.
+        entry_point: name in the program that a function ``check`` is called with; None if the row has none.
 
     Returns:
-        The code, the number of tests, and the names that the text only calls.
+        The code, the number of tests, and the names that stand in the text as the function of a call and nowhere else
+        (``select`` in ``select([2, 1])``): they are not taken for a module.
 
     Raises:
-        NoTests: the text is no Python, contains no test, or asks nothing of a program.
+        NoTests: the text is no Python, contains no test, asks nothing of a program, or holds a class of ``unittest``.
     """
     try:
         tree = ast.parse(tests)

@@ -248,8 +248,8 @@ class Distill:
 
 @settings()
 class Merge:
-    """``merge``: average the weights of two models: ``alpha`` of ``model``, the rest of ``short_model``
-    (`average_weights`)."""
+    """``merge``: average the weights of two models, alpha · ``model`` + (1 − alpha) · ``short_model``, with alpha in
+    [0, 1] (`average_weights`)."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     model: str

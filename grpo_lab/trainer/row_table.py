@@ -281,8 +281,8 @@ class RowTable:
 
     @functools.cached_property
     def prompt_numbers(self) -> Tensor:
-        """A hash of each prompt's tokens, long ``[N]``: Σ (token + 1) · wᵏ, modulo 2⁶⁴, over places k = 1, 2, … from
-        the prompt's end. ``HOLED`` if a mask of the row has a hole."""
+        """A hash of each prompt's tokens, long ``[N]``, to find equal prompts; ``HOLED`` if a mask of the row has a
+        hole. It is Σ (token + 1) · wᵏ modulo 2⁶⁴, w a constant, over places k = 1, 2, … from the prompt's end."""
         tokens = ((self.fields["prompt_ids"] + 1) * self.fields["prompt_mask"]).long()
         weights = tokens.new_full((tokens.size(1),), 6364136223846793005).cumprod(0)
         return (tokens * weights.flip(0)).sum(1).masked_fill(self.holes, HOLED)

@@ -132,9 +132,10 @@ def _agree_at_points(gold: Any, answer: Any, symbols: list[Any], decimals: bool)
 def equal_where_real(gold: Any, answer: Any) -> bool:
     r"""Return whether two sides with roots or logarithms of variables are real at the same points, and equal there.
 
-    So are `\sqrt{1/n}` and `1/\sqrt{n}`, which differ as complex numbers; not `\sqrt{x^2}` and `x`, nor `\ln x^2` and
-    `2\ln x`. They are compared at two points for every combination of signs. False if a side is of another kind, has
-    decimals, or has other or more than `_MOST_SYMBOLS` variables.
+    `\sqrt{1/n}` and `1/\sqrt{n}` are, though they differ as complex numbers. `\sqrt{x^2}` and `x` are not, nor are
+    `\ln x^2` and `2\ln x`. Two points are tried for every combination of the variables' signs. False if a side is no
+    such expression of sympy or holds a decimal, if the variables differ or are more than `_MOST_SYMBOLS`, or if the
+    sides are real at none of the points.
     """
     from sympy import Expr, Float, Rational
 

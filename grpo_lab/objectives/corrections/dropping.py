@@ -1,4 +1,4 @@
-"""Corrections by which a token or a completion drops out: its weight is 0."""
+"""Corrections by which a token or a completion drops out: its weight is 0. ρ_t is π_proximal/π_sampler at token t."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class GeometricRejection:
 
 @dataclass(frozen=True)
 class K3Rejection:
-    """Drop completions whose policies differ too much: w = 1 if 1/|y| Σ_t (ρ_t − 1 − x_t) ≤ high, else 0.
+    """Drop completions whose policies differ too much: w = 1 if 1/|y| Σ_t (ρ_t − 1 − log ρ_t) ≤ high, else 0.
 
     The mean is an estimate of KL(π_sampler‖π_proximal) in nats per token. No token's part is negative, so tokens cannot
     offset each other as in ``GeometricRejection``. Source: verl's rollout correction, ``seq_mean_k3``

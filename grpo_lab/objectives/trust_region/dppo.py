@@ -64,7 +64,7 @@ class TotalVariationRegion(WithinRegion):
         return total_variation(logps, sampled)
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         return self._literal(row, t, abs(math.exp(row.logps[t]) - math.exp(row.sampler_logps[t])))
 
 
@@ -88,7 +88,7 @@ class KLRegion(WithinRegion):
         return binary_kl(logps, sampled)
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         new = math.exp(row.logps[t])
         was = math.exp(row.sampler_logps[t])
         rest = (1 - was) * math.log((1 - was + TINY) / (1 - new + TINY))

@@ -42,5 +42,5 @@ class PrimeRL(TotalVariationRegion):
         return super().__call__(batch) + self.kl_tau * (batch.logps - batch.sampler_logps).square()
 
     def literal(self, row: LiteralRow, t: int) -> float:
-        """Compute the loss of token ``t`` with plain floats."""
+        """Compute the loss of token ``t`` in plain floats, for the start-up proof."""
         return super().literal(row, t) + self.kl_tau * (row.logps[t] - row.sampler_logps[t]) ** 2

@@ -332,11 +332,14 @@ class BoxedReward(AccuracyReward):
 
     Sources: `boxed_reward_fn` of sail-sg/understand-r1-zero; ServiceNow/TapeAgents, examples/rl_gsm8k (-1 where no
     answer can be read). How we differ: equality is math-verify's (TapeAgents compares the box's first whole number),
-    and a completion that was cut at its length limit earns what its box earns (in these projects 0 and -1).
+    and a completion that was cut at its length limit earns what its box earns (there it gets 0 and -1).
 
     Args:
-        unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.
+        unreadable: reward of a completion without a (closed, filled) box: 0.0, or less to teach the format.
         fast_path: as in `AccuracyReward`, and so are the arguments after it.
+
+    Raises:
+        ValueError: `unreadable` is not a number above -1e6 and at most 0.
     """
 
     def __init__(

@@ -1,5 +1,9 @@
-"""Protocols of this package: what early generation uses of the run, and what talking to a server uses of TRL's engine.
-mypy checks the files that take such an argument against these lists (``pyproject.toml``)."""
+"""Protocols: what this package uses of trainer and engine.
+
+``RolloutPort`` lists what files that generate early (``rollout.overlap``, ``rollout.cut_after``) use of the trainer,
+and ``EnginePort`` what files that talk to a server use of TRL's engine. mypy holds them to it (``pyproject.toml``).
+``EngineHooks`` are the functions that the trainer gives to its engine.
+"""
 
 from __future__ import annotations
 

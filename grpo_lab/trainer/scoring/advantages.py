@@ -179,9 +179,11 @@ def add_token_energies(trainer: UpdatePort, made: Penalised) -> Penalised:
 
 
 def with_equal_energies(table: RewardTable) -> RewardTable:
-    """Return the table with a token energy of 1 for every token, which serves to find dead groups without a forward. A
-    weighted mean of equal rewards is the same for all positive weights, so a dead group has advantage 0 with any
-    energies."""
+    """Return the table with a token energy of 1 for every token, so that dead groups are found without a forward.
+
+    The energies do not matter for that: a mean of equal rewards is the same with any positive weights, so a dead
+    group's advantages are 0 with any energies.
+    """
     assert table.local is not None
     return replace(table, local=replace(table.local, token_energy=torch.ones(table.local.mask.shape)))
 

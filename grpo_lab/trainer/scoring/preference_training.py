@@ -40,7 +40,7 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
         trained: the optimizer step at which the model was last trained.
 
     Raises:
-        ValueError: several rewards are preference models with a judge, or the judge is no other reward of the run.
+        ValueError: several rewards are preference models with a judge, or ``judge`` names no other reward of the run.
     """
 
     holds = (

@@ -218,8 +218,9 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any
     """Return the rewards ``[N, F]`` of all ranks' completions, checked and with group rewards. Every rank calls this.
 
     ``trls`` is TRL's ``_calculate_rewards``, and ``of_rows`` are its arguments: inputs, prompts, completions and
-    completion ids of this rank's rows. NaN means None (cannot be scored) from every kind of reward, as in TRL. It is
-    rarely meant, so it is logged (``rewards/nan_share``) and reported once for each reward.
+    completion ids of this rank's rows. A reward that returns NaN counts as None (cannot be scored), as in TRL. NaN is
+    rarely meant, so it is logged (``rewards/nan_share``) and reported once for each reward. Infinite rewards raise
+    ValueError; with a guard they become NaN, and the batch is marked as bad.
     """
     recorder = trainer.recorder
     names = tuple(trainer.reward_func_names)

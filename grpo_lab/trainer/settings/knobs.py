@@ -82,8 +82,8 @@ def surrogate_part(chosen: ObjectiveSettings) -> Any:
 
 
 def flat_settings(part: Any) -> dict[str, str]:
-    """Return TRL's flat settings that are knobs of the surrogate ``part``, each with its knob. Of a team's class only
-    those settings count whose name is the knob's own."""
+    """Return which of TRL's flat settings are knobs of the surrogate ``part``: setting → knob. For a team's surrogate
+    both must have one name: ``epsilon`` counts, ``sapo_temperature_neg`` for a knob ``temperature_neg`` does not."""
     known = registry.knobs_of(part)
     return {name: field for name, field in FLAT.items() if field in known and (name == field or is_ours(part))}
 

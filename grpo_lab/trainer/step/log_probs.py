@@ -6,19 +6,19 @@ step of the batch.
 
 Old log-probs should come from a forward of the same shape as the loss's. In bfloat16 (and, in the last bits, in
 float32) a row's log-probs depend on that shape, so another forward makes a ratio that is not 1 although the policy has
-not moved (5.8e-3 per sequence in bfloat16, where GSPO clips at 3e-4). So a batch that serves several optimizer steps
-gets them from:
+not moved (5.8e-3 per sequence in bfloat16, where GSPO clips at 3e-4). So in a batch that serves several optimizer
+steps, their source depends on when a micro-batch is trained on:
 
-    while no update has happened since the generation        the loss's own forward, detached
-    a micro-batch that comes again (``num_iterations``)      that same forward, kept
-    a micro-batch first trained on after an update           one forward without gradient *before* that update, in the
-                                                             very bins that its own step will have
+    before any update since the generation          the loss's own forward, detached
+    once more (``num_iterations``)                  that same forward, kept
+    for the first time, but after an update         one forward without gradient *before* that update, in the very bins
+                                                    that its own step will have
 
 ``ProximalSource`` says which of them holds for a micro-batch.
 
-With a random forward (dropout), TRL's old log-probs come from another draw than the loss's. They do here, too: they are
-made at generation for every row. If an optimizer step mixes rows of two batches or passes, the bins of later steps are
-not known beforehand. Old log-probs are then off by rounding.
+With a random forward (dropout), TRL's old log-probs come from another draw than the loss's. They do here, too: then
+they are made at generation for every row. If an optimizer step mixes rows of two batches or passes, the bins of later
+steps are not known beforehand. Old log-probs are then off by rounding.
 """
 
 from __future__ import annotations

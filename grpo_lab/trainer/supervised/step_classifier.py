@@ -3,7 +3,7 @@
     L = −Σ_steps (y·log p + (1 − y)·log(1 − p)) / steps       p = p(good) at a step's last token, y its label in [0, 1]
 
 Source: Math-Shepherd (arXiv 2312.08935), eq. 2; with y in {0, 1} it is the loss of TRL's former ``PRMTrainer``. Rows
-are read by `TokenClassificationSteps`, which reads solutions in RL, so that the two cannot differ.
+are read by `TokenClassificationSteps`, the reward that the model serves in RL, so that both read a solution alike.
 """
 
 from __future__ import annotations

@@ -250,8 +250,11 @@ def optimizer_saved_as_it_is(accelerator: Any) -> contextlib.AbstractContextMana
 
 
 def without_moments(accelerator: Any, model: torch.nn.Module, optimizer: Any) -> dict[str, Any] | None:
-    """Return the checkpoint entry with the names of the weights for which the optimizer holds no moments, the same on
-    every rank; None without FSDP2, or if there are no such weights."""
+    """Return ``{"without_moments": names}``, the weights for which the optimizer holds no moments, as an entry for the
+    checkpoint; None without FSDP2, or if all have moments. It is the same on every rank.
+
+    A resumed run needs the names, since torch refuses a checkpoint that lacks moments (``optimizer_loaded_as_it_was``).
+    """
     if not accelerator.is_fsdp2:
         return None
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
