@@ -14,8 +14,8 @@ so that lengths vary.
 
 A cell ``DEAD:PASSES`` sets how long the update takes compared with the generation: by the number of dead groups in each
 batch (all their completions get the same reward) and by the passes over a batch. Both are measured on the synchronous
-side: generation g, weight sync s, the rest u. While weights are sent neither side works, so the ideal speed-up by
-overlap is (g + u + s) / (max(g, u) + s).
+side, for each batch k: generation g_k, weight sync s_k, the rest u_k. While weights are sent neither side works, so at
+best a batch takes max(g_{k+1}, u_k) + s_k. Lengths vary, so this is more than max(g, u) + s of the medians.
 
 The sides take turns ``--rounds`` times; the first two batches of each turn are not counted. Printed are medians, with
 the smallest and the largest over the rounds.
@@ -55,16 +55,27 @@ SKIPPED = 2
 
 @dataclass
 class Times:
-    """Seconds of a generation batch: all of it, the part in which the trainer waits for generation, and weight sync."""
+    """Seconds of a generation batch, medians over the batches of a turn.
+
+    Attributes:
+        batch: all of it.
+        generation: the part in which the trainer waits for generation.
+        sync: weight sync.
+        ideal: what a batch would take if the next one were generated while it is trained on.
+    """
 
     batch: float
     generation: float
     sync: float
+    ideal: float
 
-    def ideal(self) -> float:
-        """Return the seconds that a batch would take if the next one were generated while it is trained on."""
-        rest = self.batch - self.generation - self.sync
-        return max(self.generation, rest) + self.sync
+    @staticmethod
+    def of(batches: list[float], generations: list[float], syncs: list[float]) -> Times:
+        """Return the medians; the three lists have an entry for each batch."""
+        rests = [batch - made - sync for batch, made, sync in zip(batches, generations, syncs, strict=True)]
+        pairs = zip(rests, generations[1:], syncs)
+        ideal = statistics.median(max(rest, next_made) + sync for rest, next_made, sync in pairs)
+        return Times(statistics.median(batches), statistics.median(generations), statistics.median(syncs), ideal)
 
 
 class Clock(TrainerCallback):
@@ -149,9 +160,8 @@ def seconds(side: str, folder: str, url: str, dead: int, passes: int, asked: arg
     trainer = trainer_of(side, folder, url, dead, passes, asked, **more)
     clock = Clock(trainer, passes)
     trainer.train()
-    skipped = min(SKIPPED, asked.batches - 1)
-    every = (clock.batches, clock.generations, clock.syncs)
-    return Times(*(statistics.median(taken[skipped:]) for taken in every))
+    skipped = min(SKIPPED, asked.batches - 2)
+    return Times.of(clock.batches[skipped:], clock.generations[skipped:], clock.syncs[skipped:])
 
 
 def serve(model: Path, log: Path, port: int, context: int = 512) -> Server:
@@ -236,7 +246,7 @@ def table(cell: str, folder: str, url: str, asked: argparse.Namespace) -> None:
         columns = [spread([one.batch for one in times]), spread([one.generation for one in times])]
         columns += [spread([one.sync for one in times]), spread(gains)]
         if side == "overlapped":
-            ideal = [one["synchronous"].ideal() for one in rounds]
+            ideal = [one["synchronous"].ideal for one in rounds]
             columns += [
                 spread([one["synchronous"].batch / best for one, best in zip(rounds, ideal, strict=True)]),
                 spread([best / one["overlapped"].batch for one, best in zip(rounds, ideal, strict=True)]),
