@@ -20,6 +20,8 @@ from grpo_lab.rewards import for_task
 from grpo_lab.testing import ScriptedRollout
 from parity.harness import Run, arguments, mixed_reward, movement_difference, problems, train
 
+pytestmark = pytest.mark.not_fast
+
 TASKS = ("add", "sort")
 
 

@@ -38,6 +38,8 @@ from grpo_lab.stages.supervised import Dpo, Simpo, Train
 from grpo_lab.testing import THINKING_TEMPLATE, tiny_model
 from grpo_lab.trainer.supervised import methods
 
+pytestmark = pytest.mark.not_fast
+
 USER = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 + 4?"}]
 ASSISTANT = [*USER, {"role": "assistant", "content": "It is"}]
 BOTH = [USER, ASSISTANT]
@@ -225,7 +227,6 @@ PATHS: list[Callable[[World], None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.not_fast(but="no thinking")
 def test_what_the_model_is_asked_is_what_it_is_trained_on(world: World) -> None:
     expected = sorted(in_training(world))
     assert len({tuple(ids) for ids in expected}) == 2
@@ -237,7 +238,6 @@ def test_what_the_model_is_asked_is_what_it_is_trained_on(world: World) -> None:
     assert found == dict.fromkeys(found, expected)
 
 
-@pytest.mark.not_fast
 @pytest.mark.parametrize("world", ["own", "no thinking"], indirect=True)
 def test_what_is_shown_and_handed_on_is_what_it_is_trained_on(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """The dry run's first prompt; the prompts of a task for lm-evaluation-harness."""
@@ -251,7 +251,6 @@ def test_what_is_shown_and_handed_on_is_what_it_is_trained_on(world: World, caps
     assert [world.tokenizer(line["prompt"], add_special_tokens=False)["input_ids"] for line in lines] == expected
 
 
-@pytest.mark.not_fast
 @pytest.mark.parametrize("world", ["no thinking"], indirect=True)
 def test_what_is_imitated_begins_with_what_it_is_trained_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cold start, and the trainings of a pipeline and of rounds: the prompt's ids, then what is learnt."""
@@ -310,7 +309,6 @@ def test_what_decides_the_rendering_is_no_word_to_a_template(name: str, capsys: 
     assert f"`--chat-template-kwargs` has '{name}'" in capsys.readouterr().err
 
 
-@pytest.mark.not_fast(but="own")
 @pytest.mark.parametrize("world", ["own", "no thinking"], indirect=True)
 def test_a_dry_run_renders_a_recipe_s_tools_as_training_does(world: World) -> None:
     """It showed, and evaluations asked, a prompt that the model is never trained on."""

@@ -16,6 +16,8 @@ from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.labs.arms import Arms
 from grpo_lab.labs.capability import curves, measured_at, points, report, side, verdict, whole_solution
 
+pytestmark = pytest.mark.not_fast
+
 SOLUTION = "Ann has 4*6=24 stamps.\nAnn has 24-5=19 stamps.\n#### 19"
 T_OF_TWO = 4.302652729911275
 """The 97.5% point of Student's t with 2 degrees of freedom, from a table."""

@@ -29,6 +29,8 @@ from grpo_lab.stages.step_search import FoundSolution
 from grpo_lab.stages.supervised import Train
 from grpo_lab.testing import tiny_model
 
+pytestmark = pytest.mark.not_fast
+
 SIZES = SearchSizes(
     width=3, rounds=2, round_problems=2, round_tokens=160, round_steps=2, held_out=2, held_out_tokens=60,
     round_samples=3,

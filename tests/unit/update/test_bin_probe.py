@@ -32,6 +32,8 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model, tiny_tokenizer
 from parity.harness import arguments, mixed_reward, movement_bound, movement_difference, problems, train
 
+pytestmark = pytest.mark.not_fast
+
 WORDS = len(tiny_tokenizer())
 SIZES = {
     "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -127,7 +129,6 @@ def test_too_few_positions_are_not_asked(tmp_path: Path, caplog: pytest.LogCaptu
     assert caplog.text.count("not asked: whether the model's log-probs") == 1
 
 
-@pytest.mark.not_fast
 @pytest.mark.parametrize("name", ["bert", "doge"])
 def test_what_differs_in_bins_is_trained_as_stock_does(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
