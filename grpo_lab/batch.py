@@ -175,10 +175,12 @@ class LocalRows:
 
     Args:
         rows: the slice of the ``RewardTable``'s N rows that these B are. It does not always begin at ``rank * B``.
-        mask: bool ``[B, T]``, True where a token carries loss. T is this rank's longest completion, so ranks differ.
+        mask: bool ``[B, T]``, True where a token carries loss. T is the width to which this rank's completions are
+            padded; it may differ between ranks.
         lengths: long ``[B]``, number of tokens of each completion, tool output included; padding follows.
         rewards: float64 ``[B, T]``, the reward of each token, with a critic only: minus β times the KL estimate of the
-            token, step scores at the last token of their step, the completion's weighted reward at its last token.
+            token, weighted step scores at the last token of their step, the completion's weighted reward at its last
+            token. ``value.missing_eos_penalty`` is subtracted and ``value.whiten_rewards`` applied already.
         values: float64 ``[B, T]``, the critic's values when the batch was generated; ``None`` without a critic.
         token_energy: float ``[B, T]``, 1 − 2π(token) + Σπ² (the sum over the vocabulary) under the policy at
             generation; ``None`` unless the rule ``reads_token_energy``.

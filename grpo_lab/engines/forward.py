@@ -18,7 +18,8 @@ def forward_logprobs(model: Callable[..., Any], prompt_ids: Rows, completion_ids
 
     The rows go through the model in one forward, a batch ``[B, T]`` padded on the right, where no token of a row
     attends to padding. The log-softmax is computed in float32. The model must be in evaluation mode, since dropout
-    would change the result. Under FSDP or ZeRO-3 every rank must call this at the same time.
+    would change the result. Gradients are not switched off here: without ``torch.no_grad`` around the call the forward
+    keeps its activations. Under FSDP or ZeRO-3 every rank must call this at the same time.
 
     Returns:
         Log-probs ``[row][token]``, one for each token of ``completion_ids``.

@@ -114,8 +114,8 @@ def one_number_a_draw() -> Iterator[None]:
     """Replace ``torch.multinomial(p, 1)`` on a CPU, within the block and in this thread: it takes one uniform number u
     of 53 bits per row, and returns the first token whose cumulated p is above u Σp.
 
-    torch's own takes one for each token of the vocabulary, a quarter of a small model's generation time. Where p is not
-    finite, torch's own is called and raises its error.
+    torch's own takes one for each token of the vocabulary, a quarter of a small model's generation time. Where Σp is
+    not finite or not above 0, torch's own is called and raises its error.
     """
     thread = threading.get_ident()
     with _LOCK:

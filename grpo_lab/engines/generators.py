@@ -207,9 +207,13 @@ def in_form_of(prompt: str | Messages, text: str | Messages) -> Any:
 class TransformersGenerator:
     """A generator that samples from a transformers model by groups, in left-padded batches of similar length.
 
-    Temperature is the only setting: sampling settings in the model's own generation_config are ignored. Greedy answers
-    do not depend on ``batch_size`` except through the rounding of padded attention. Sampled ones do, since a batch
-    shares one random stream. Raises ValueError if a prompt and its completion would not fit into the model's context.
+    Temperature is the only setting. The values that ``plain_generation_config`` writes down replace those of the
+    model's own generation_config; other settings in it, such as ``suppress_tokens`` and ``epsilon_cutoff``, still
+    apply.
+
+    Greedy answers do not depend on ``batch_size`` except through the rounding of padded attention. Sampled ones do,
+    since a batch shares one random stream. Raises ValueError if a prompt and its completion would not fit into the
+    model's context.
 
     Attributes:
         batch_size: completions that are made at the same time.
@@ -377,8 +381,11 @@ def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTok
 
 
 def plain_generation_config(temperature: float, max_new_tokens: int, stops: list[int], pad: int) -> GenerationConfig:
-    """Return a config for greedy decoding at temperature 0, else for sampling from the model's own distribution. Each
-    neutral value is written down, since one left None would be filled in from the model's own config."""
+    """Return a config for greedy decoding at temperature 0, else for sampling from the model's own distribution.
+
+    The neutral values are written down, since a setting left None is filled in from the model's own config. That
+    happens to settings which are missing here, such as ``epsilon_cutoff`` and ``suppress_tokens``.
+    """
     from transformers import GenerationConfig
 
     neutral = {"min_new_tokens": 0, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0}

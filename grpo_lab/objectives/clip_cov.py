@@ -29,7 +29,7 @@ class ClipCov:
     Args:
         epsilon: clip width downwards, a fraction.
         epsilon_high: clip width upwards; ``None`` means equal to ``epsilon``.
-        share: number of chosen tokens, as a fraction of all loss tokens.
+        share: number of chosen tokens, as a fraction of the micro-batch's loss tokens over all ranks.
         cov_low: covariance above which a token may be chosen, nats times the unit of the advantage.
         cov_high: covariance below which a token may be chosen.
     """

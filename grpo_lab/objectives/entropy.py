@@ -52,11 +52,11 @@ class AdaptiveEntropy:
 class EntropyBonus:
     """The entropy bonus, as a term of the loss:
 
-        −c · 1/micro-batches Σ_b 1/n_b Σ_{i ∈ b} Σ_t H(π(·|y_<t)),    n_b: the tokens of micro-batch b on its rank
+        −c · 1/micro-batches Σ_b 1/n_b Σ_{i ∈ b} Σ_t H(π(·|y_<t)),    n_b: the loss tokens of micro-batch b on its rank
 
     It is a mean per micro-batch whatever the aggregation, as in TRL 1.16 (``entropy_coef``). n_b is known before rows
     are re-cut, so this is a sum over rows, and bins give it exactly. It also acts on rows of advantage 0, so none is
-    left out. With ``TopEntropy`` it acts on the chosen tokens only.
+    left out. With ``TopEntropy`` only the chosen tokens count, in the sum over t and in n_b.
 
     Source: Mnih et al. 2016 (arXiv 1602.01783, §4); the form is TRL's.
 

@@ -8,7 +8,8 @@ worker does, the watcher ends all its descendants and then itself. It adopts orp
 children in sessions of their own.
 
 A program may leave a hundred thousand files, or folders nested deeper than a path can be long. So its folder is removed
-by descriptors, without recursion, until at most ``_PATIENCE_S`` after its deadline. A later jail removes what is left.
+by descriptors, without recursion, until at most ``_PATIENCE_S`` after its deadline, or after its end if that is later.
+A later jail removes what is left.
 """
 
 from __future__ import annotations

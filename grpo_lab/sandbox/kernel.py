@@ -176,7 +176,8 @@ def give_up_files_but(readable: Sequence[str], writable: Sequence[str]) -> None:
 
 
 def _allow(ruleset: int, path: str, access: int) -> None:
-    """Add a rule to a Landlock ruleset: ``access`` below ``path``."""
+    """Add a rule to a Landlock ruleset: ``access`` below ``path``. If that is a file, the rule has only those of the
+    rights that a file can have."""
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     if not stat.S_ISDIR(os.fstat(place).st_mode):
         access &= _FILE_ONLY

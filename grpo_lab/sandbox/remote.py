@@ -53,7 +53,8 @@ class Program:
 
     Attributes:
         gone: why the program can no longer answer, after which no test passes; empty while it can.
-        refused: whether the running test asked for something unsafe, which was refused. The test then fails.
+        refused: whether the running test met a refusal that a program may have caused: a value that cannot be sent, or
+            an answer that could contain the test's own data. The test then fails, even if it catches the error.
         names: names that the program defines.
     """
 
@@ -86,7 +87,8 @@ class Program:
             return self._ask({"get": name})
 
     def call(self, number: int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call object ``number`` of the program. Arguments that the call changes in place are changed here, too."""
+        """Call object ``number`` of the program. Positional arguments that the call changes in place are changed here,
+        too (``_write_into``); those in ``named`` are not."""
         with self._one_at_a_time:
             self._held.clear()
             packed = {name: self._pack(value) for name, value in named.items()}
@@ -136,7 +138,8 @@ class Program:
 
     def _take(self, reply: dict[str, Any], args: tuple[Any, ...]) -> tuple[BaseException | None, Any]:
         """Read a reply, after serving the calls back that come before it. Return the exception of the program, or None,
-        and its value."""
+        and its value. Without an exception, first write into ``args``, the arguments of a call, what it changed in
+        them."""
         while "back" in reply:
             self._channel.send(self._called_back(reply))
             reply = self._channel.receive()
@@ -278,7 +281,8 @@ def _named(name: str, fields: list[str], values: list[Any], reference: dict[str,
 
 def _write_into(mine: Any, changed: Any) -> None:
     """Give the argument ``mine`` of a call the content ``changed`` that the call gave it, in place. Containers within
-    it are replaced."""
+    it are replaced. Left unchanged is an object of the tests' own class that derives from ``dict`` or ``set``, since
+    ``changed`` is then a plain one."""
     if isinstance(mine, list | bytearray) and isinstance(changed, list | bytearray):
         mine[:] = changed
     elif isinstance(mine, dict | set) and isinstance(changed, type(mine)):

@@ -121,7 +121,11 @@ def with_critic(trainer: GRPOTrainer, value: ValueSettings | None) -> Critic | N
 
 def _made(policy: Any, name: str, dtype: torch.dtype) -> Critic:
     """Build or load the critic ``name``: ``head``, ``copy``, a folder that ``save_critic`` wrote, or a model's folder
-    or hub name, whose trunk is then the critic's. Raise ValueError if it is none of these or does not fit ``policy``.
+    or hub name, whose trunk is then the critic's.
+
+    Raise ValueError if it is no such name, a damaged critic, an adapter, or a head for hidden states of another width
+    than those of ``policy``. Whether a network of its own knows all token ids of the policy is not checked here. For a
+    hub name that does not exist transformers raises OSError.
     """
     hidden = _text_config(trl_bridge.inside(policy)).hidden_size
     if name == "head":

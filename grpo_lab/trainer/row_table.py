@@ -4,8 +4,8 @@
     ``RowTable``        all rows of an optimizer step on this rank, with the same fields
     ``Bin``             the inputs of one forward: some rows of the table, without most of their padding
 
-TRL pads the rows of a micro-batch to the longest prompt and completion of the whole generation batch. In a bin a row's
-completion directly follows its prompt, and rows are padded on the right to the longest row *of the bin*.
+TRL pads the rows of a micro-batch to the longest prompt and completion of their rank's whole generation batch. In a bin
+a row's completion directly follows its prompt, and rows are padded on the right to the longest row *of the bin*.
 """
 
 from __future__ import annotations

@@ -218,7 +218,8 @@ def hold(path: str | Path) -> int:
 
 
 def remove_left(parent: Path, pattern: str) -> None:
-    """Remove the files and folders of this user in ``parent`` that match ``pattern`` and that no process has locked."""
+    """Remove the files and folders of this user in ``parent`` that match ``pattern`` and that no process has locked.
+    One that was changed less than ``LOCKED_WITHIN_S`` seconds ago stays: its process may be about to lock it."""
     for place in parent.glob(pattern):
         with contextlib.suppress(OSError):
             found = place.lstat()

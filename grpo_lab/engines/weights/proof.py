@@ -83,7 +83,8 @@ class Probe:
 
 def tolerance_for(*dtypes: torch.dtype, on_gpu: bool = False) -> float:
     """Return the tolerance in nats per token of the coarsest of some dtypes: of the engine's weights, the trainer's and
-    autocast. Raises ValueError for a dtype without one."""
+    autocast. With ``on_gpu`` it is at least ``TOLERANCE_TF32``. Raises ValueError for a dtype without a tolerance, or
+    without any dtype."""
     unknown = [dtype for dtype in dtypes if dtype not in TOLERANCE]
     if unknown or not dtypes:
         raise ValueError(f"no sync tolerance is stated for {unknown or 'no dtype'}; known: {list(TOLERANCE)}")

@@ -139,8 +139,8 @@ def needs_repair(llm: Any) -> bool:
 
 def push_weights(llm: Any, named_params: NamedTensors) -> int:
     """Load the trainer's parameters into an engine ``llm`` of this process that packs its weights; return the number of
-    tensors. Raises WeightSyncError if the stream lacks a tensor or has an unfit one (`fit`), or if cached prompts of
-    the old weights are kept."""
+    tensors. Raises WeightSyncError if the engine cannot load them, if the stream lacks a tensor or has an unfit one
+    (`fit`), or if cached prompts of the old weights are kept. After a failed load old and new weights may be mixed."""
     runner = worker_runner(llm)
     tensors = load_into_runner(runner, fit(named_params, dtype_of(runner)))
     if not llm.reset_prefix_cache():

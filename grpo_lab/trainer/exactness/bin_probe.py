@@ -262,7 +262,9 @@ def apart_from_dropout(watch: RandomnessWatch) -> Iterator[None]:
 
 
 class _DropoutCalls(TorchFunctionMode):
-    """Replaces every call of torch's dropout inside the block, also the one in attention.
+    """Replaces the calls of torch's dropout inside the block that can drop something (in training, p > 0):
+    ``functional.dropout`` and the dropout of ``scaled_dot_product_attention``. Other functions, such as ``dropout1d``,
+    are called as they are.
 
     Args:
         instead: called as ``instead(size, draw, without)`` in place of dropout, and returns its result. ``size`` is the

@@ -71,7 +71,7 @@ def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
 
 
 def moves_positions(model: nn.Module) -> str:
-    """Return why bins cannot give a row the positions that it has in TRL's padded batch; "" if they can."""
+    """Return why bins cannot give a row the positions that it has in TRL's padded batch; "" if no reason is known."""
     adapters = getattr(model, "peft_config", None)
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if getattr(adapter, "is_prompt_learning", False):

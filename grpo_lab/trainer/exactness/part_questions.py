@@ -154,7 +154,8 @@ def _detached(value: Any) -> Any:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two plain values are equal, types included; a NaN equals itself."""
+    """Return whether two plain values are equal, types included (of an array: not its dtype). A NaN equals itself as a
+    number, but a tensor or array with a NaN in it equals none."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):

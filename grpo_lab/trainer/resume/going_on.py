@@ -219,8 +219,8 @@ def _names_in(file: Path) -> set[str]:
 
 
 def mismatch(error: RuntimeError) -> str:
-    """Return one line of torch's error about tensors of another shape: the first tensor, and how many more there
-    are."""
+    """Return one line of torch's error about tensors of another shape: the first tensor, and how many more there are.
+    If the error names none, return all of it as one line."""
     lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
     if lines:
         return f"{lines[0]}{f' And {len(lines) - 1} more' if lines[1:] else ''}"

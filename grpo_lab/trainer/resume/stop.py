@@ -176,7 +176,8 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
-        """Return a context around a wait for a server, in which a signal ends the run at once; it can be nested."""
+        """Return a context around a wait for a server, in which a signal ends a run of one process at once; it can be
+        nested. With several processes it changes nothing."""
         before = self._waiting
         self._waiting = True
         try:

@@ -2,7 +2,8 @@
 In a mixture a dead group is replaced by one of its task.
 
     a group is *alike*   if all its outcomes are equal, and so are all its step scores (``groups/dead_share``)
-    a group is *dead*    if the rule in force gives none of its loss tokens a nonzero advantage; else it is *live*
+    a group is *dead*    if the rule in force gives none of its loss tokens a nonzero advantage; else it is *live*. In a
+                         group that is alike, an advantage that rounding may explain (``ROUNDING``) counts as 0
 
 With most rules a group is dead if and only if it is alike. Not so with ``raw`` and ``group_max``: a group in which
 every completion is right is alike, and teaches what was right. So the rule itself is asked for advantages. It is asked

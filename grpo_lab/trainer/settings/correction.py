@@ -38,8 +38,13 @@ def is_trls(correction: Correction | None) -> bool:
 
 def agree_on_correction(args: Any, ours: LabSettings) -> None:
     """Check TRL's fields in ``args`` against our setting ``correction``, then write into them what it says. Without
-    ``correction`` they stay. Raises ValueError, which names both settings, if a field that the user set contradicts
-    ``correction`` or has no effect beside it."""
+    ``correction`` they stay.
+
+    Raises:
+        ValueError: a field that the user set contradicts ``correction`` or has no effect beside it (the message names
+            both settings); a knob of ``correction`` is not allowed; or, without ``correction``, TRL's mode is one that
+            a run with ``correction`` wrote.
+    """
     chosen = ours.correction
     if chosen is None and getattr(args, MODE).startswith(NOT_TRLS):
         raise ValueError(

@@ -113,11 +113,16 @@ class ExactUpdate:
 
     def loss(self, model: nn.Module, inputs: dict[str, Any], trls: Callable[[], Tensor]) -> Tensor:
         """Return the loss on which HF should run the next backward: a constant 0 while the step is being collected.
+        Where micro-batches stay as TRL cut them, it is what ``trls`` returns.
 
         Args:
             model: the model as HF's loop passes it.
             inputs: the micro-batch as TRL cut it.
             trls: TRL's ``compute_loss`` of this micro-batch, which calls ``_compute_loss``, a team's or ours.
+
+        Raises:
+            ValueError: log-probs among kept tokens (``top_k``) meet micro-batches as TRL cut them.
+            RuntimeError: the batch has images that the data set did not announce.
         """
         found = self._step or self.verdict.now()
         last = bool(self.trainer.accelerator.sync_gradients)

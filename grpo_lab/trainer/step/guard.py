@@ -186,7 +186,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._left_out = True
 
     def _tell(self, faults: Faults, bad: list[str], norm: Tensor) -> None:
-        """Keep the bad step's batch and report it. Raise NumbersError if it is the last one allowed in a row."""
+        """Keep the bad step's batch, if ``guard.save`` asks for it, and report it. Raise NumbersError if it is bad step
+        number ``guard.max_bad_steps`` in a row."""
         assert self.settings is not None
         self.in_a_row += 1
         step = self.trainer.state.global_step + 1

@@ -28,7 +28,7 @@ def shaping(name: str) -> Callable[..., Any]:
 
 def reward_name(reward: Any) -> str:
     """Return the name that TRL gives a reward: the last part of a reward model's id or path, or the function's name,
-    also of a function inside a ``partial``."""
+    also of a function inside a ``partial``. An object without a ``__name__`` has that of its class."""
     if isinstance(reward, str):
         return reward.split("/")[-1]
     if isinstance(reward, nn.Module):
