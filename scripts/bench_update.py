@@ -11,9 +11,13 @@ scripted) and decoding. Printed are tables:
 
 - by share of dead groups: seconds, speed-up, memory, tokens computed, and the distance from stock of the first gradient
   and of the weights' movement under SGD (and AdamW). *Floor*: a plain Hugging Face forward and backward over exactly
-  the live tokens, packed without padding.
+  the live tokens, packed with hardly any padding.
 - the same with log-probs of the sampler and importance correction, and with two updates of each batch of completions
-- rows without a gradient (``update.silent_rows``), kept and left out in turn, in updates on stale completions
+- rows without a gradient (``update.silent_rows``), kept and left out in turn: clipped ones in later updates of a batch,
+  and ones that the correction rejects in its first and second update
+
+AdamW and all tables but the first are measured only for shares of dead groups between 0.5 and 0.7. ``--only-silent``
+prints the last table alone, without dead groups.
 """
 
 from __future__ import annotations

@@ -156,7 +156,8 @@ def imports_of_trl() -> set[tuple[str, str]]:
 
 
 def our_subclasses(release: Release) -> Iterator[tuple[str, str]]:
-    """Yield (class of TRL, method) for each method of TRL that a class of ours overrides."""
+    """Yield (class of TRL, method) for each method of TRL that a class of ours overrides. Only classes that name a
+    class of TRL as their base are looked at, not what is derived from them."""
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.ClassDef):

@@ -115,7 +115,8 @@ def page_with(text: str) -> str:
 
 
 def record_of(run: Path, recipe: str) -> Record:
-    """Return the record of a run of ``grpo-lab train``, from its folder. Raises ValueError if it is not finished."""
+    """Return the record of a run of ``grpo-lab train``, from its folder. Raises ValueError if it is not finished, and
+    FileNotFoundError if it was not evaluated before and after."""
     marker = json.loads((run / "run.json").read_text(encoding="utf-8"))
     if not marker.get("finished"):
         raise ValueError(f"{run} is not finished")

@@ -48,9 +48,9 @@ class FusionShares:
             own, which decides, in the user turn.
         dialogues: share of the rows with further questions and their answers before their own.
         most_turns: largest number of questions in a dialogue, its own included.
-        cut: number of extra copies of each thinking row. In a copy the reasoning is cut behind a random word or digit
-            and closed in the prompt (as by ``budget_text: "\\n</think>\\n\\n"``), so that only the answer is trained
-            on.
+        cut: number of extra copies of each thinking row. In a copy the reasoning is cut behind a random word, digit or
+            sign, perhaps its last, and closed in the prompt (as by ``budget_text: "\\n</think>\\n\\n"``), so that
+            only the answer is trained on.
     """
 
     unflagged: Share = 0.2
@@ -122,8 +122,8 @@ def fusion_rows(
 
 
 def _cut(row: Row, rng: random.Random) -> Row:
-    """Return a copy of a thinking row whose reasoning is cut behind a random word or digit and closed. That is part of
-    its prompt, as the beginning of the assistant's message, and the completion is the answer alone."""
+    """Return a copy of a thinking row whose reasoning is cut behind a random word, digit or sign, and closed. That is
+    part of its prompt, as the beginning of the assistant's message, and the completion is the answer alone."""
     reasoning, _, answer = row["completion"][0]["content"].partition(_END)
     words = re.findall(r"\s*(?:[^\W\d]+|\S)", reasoning.partition(_THINK)[2].strip())
     head = f"{_THINK}\n{''.join(words[: rng.randint(1, len(words))])}\n{_END}\n\n"

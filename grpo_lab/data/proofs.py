@@ -60,7 +60,8 @@ def proofs(
     system_prompt: str | None = None,
 ) -> Dataset:
     """Generate ``n`` different provable sequents: columns ``prompt, template, question, sequent, solution,
-    worked_solution, steps``. Both solutions are the known proof, and ``steps`` is the number of its lines.
+    worked_solution, steps``. Both solutions are the known proof, and ``steps`` is the number of its lines without
+    premises.
 
     Args:
         seed: the same arguments give the same rows.
@@ -80,8 +81,8 @@ def proofs(
 
 
 def _drawn(rng: random.Random, sizes: tuple[int, int]) -> tuple[str, dict[str, Any]] | None:
-    """Draw a sequent. Return its key (the sequent with its premises sorted) and its row; None if its goal or a
-    contradiction is among its premises, or its proof has fewer or more lines than ``sizes`` (fewest, most) allow."""
+    """Draw a sequent. Return its key (the sequent with its premises sorted) and its row; None if its goal or `#` is
+    among its premises, or its proof without them has fewer or more lines than ``sizes`` (fewest, most) allow."""
     step = _Grown(rng).show(_formula(rng, 2), rng.randint(*sizes), ())
     premises, lines = _written(step)
     goal = write(step.formula)

@@ -73,7 +73,7 @@ class Blocks:
         Args:
             kind: the pass.
             n: completions of a problem.
-            progress: show a progress bar, on the first rank.
+            progress: show a progress bar, on the first rank; there is none if one block has all prompts.
         """
         from tqdm.auto import tqdm
 

@@ -301,9 +301,9 @@ def choose_samples(
 ) -> tuple[list[ShownSample], list[tuple[str, int]], bool]:
     """Choose the problems that a page shows.
 
-    Of problems in both evaluations, the first of each kind (became correct, became wrong, …) are shown, in the order of
-    the rows. If the evaluations share no problem, or their questions differ, the first of each verdict of one side are
-    shown.
+    Of problems in both evaluations, the first of each kind are shown, kind by kind: became correct, became wrong, ….
+    If the evaluations share no problem, or their questions differ, the first of each verdict of one side are shown, in
+    the order of the rows. That side is ``after`` if questions differ, else ``before`` if it has answers.
 
     Returns:
         The problems to show; the number of problems of each kind, where there are kinds; False if the two evaluations

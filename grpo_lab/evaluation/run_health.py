@@ -45,8 +45,11 @@ def windows(record: RunRecord) -> list[dict[str, float]]:
 
 
 def facts_of(record: RunRecord) -> Facts:
-    """Return the facts that the rules of ``grpo_lab.diagnostics`` need, from the settings in `run.json`; what is
-    missing there is unknown."""
+    """Return the facts that the rules of ``grpo_lab.diagnostics`` need, from `run.json`.
+
+    A setting that is missing there has its default. Updates are unknown if `generation_batch_size` is set, or if
+    there are no settings at all; the last step is unknown without `max_steps`.
+    """
     settings = record.summary.get("settings")
     if not isinstance(settings, dict):
         return Facts()

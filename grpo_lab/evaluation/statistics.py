@@ -28,7 +28,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True)
 class Interval:
-    """A share, or a difference of shares, with its 95% confidence limits.
+    """An estimate with its 95% confidence limits: a share, a difference of shares, or another number such as an ECE.
 
     Attributes:
         value: the estimate.

@@ -116,7 +116,7 @@ class OldWeights(TrainerCallback):  # type: ignore[misc]
 
 class OldWeightsTrainer(LabTrainer):
     """Trainer whose completions are sampled with the weights of its callback `OldWeights`. If these are the policy's
-    own, it computes what `LabTrainer` does, to the bit."""
+    own and there is no ``correction``, it computes what `LabTrainer` does, to the bit."""
 
     samples_itself = True
 

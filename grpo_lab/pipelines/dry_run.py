@@ -73,7 +73,8 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
 
 
 def _algorithm(job: Job, config: Any) -> dict[str, str]:
-    """Return the lines on the algorithm in force and where it comes from: a preset's paper, or TRL's settings."""
+    """Return the lines on the algorithm in force and where it comes from: a preset's source with the paper's values;
+    "TRL's settings" for everything else."""
     algorithm = config.algorithm.with_hooks(job.trainer)
     preset = PRESETS.get(algorithm.names.get("objective", ""))
     source = "TRL's settings"
@@ -120,8 +121,9 @@ def _optional(recipe: Recipe, job: Job, folder: RunFolder) -> dict[str, str]:
 
 
 def _of_this_machine(recipe: Recipe) -> dict[str, Any]:
-    """Return settings that replace the recipe's own in a plan: those of number formats and kernels, which this machine
-    may not have. For a stage on several processes also their batch sizes together, since a plan has one process."""
+    """Return settings that replace the recipe's own in a plan: those of number formats, sharding and kernels, which
+    this machine may not have. For a stage on several processes also their batch sizes together, since a plan has one
+    process."""
     processes = outlook().processes
     if processes == 1:
         return NOT_OF_THIS_MACHINE

@@ -333,8 +333,8 @@ def _rows_of_a_row(method: str) -> int:
 
 
 def _when_generating(settings: Settings, model: Any, launch: Mapping[str, Any], prompt: int) -> dict[str, int]:
-    """Return the bytes of a stage that trains nothing: weights and, without vLLM, logits and cache of its rows.
-    ``prompt``: tokens of the longest prompt."""
+    """Return the bytes of a stage that trains nothing: its weights and, without vLLM, what its rows take in writing
+    (logits, cache, and the activations of their prompts). ``prompt``: tokens of the longest prompt."""
     parts = {"weights": states(model, launch, trained=False)}
     if not settings.get("use_vllm"):
         size = sizes(model)

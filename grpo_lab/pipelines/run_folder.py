@@ -81,8 +81,8 @@ class RunFolder:
         """Look at the output folder of ``recipe``, whose numbers were read by `numbers_read`; nothing is written.
 
         The main process looks, and every process gets its answer. A run that has begun is resumed, with ``resume`` or
-        without it, unless ``overwrite`` replaces it. Raises ValueError if both are given, or if the folder holds
-        something else or a run of another recipe, or cannot be written.
+        without it, unless ``overwrite`` replaces it. Raises ValueError if both are given, or the folder cannot be
+        written; without ``overwrite`` also if it holds something else, or a run of another recipe that has begun.
         """
         if overwrite and resume:
             raise ValueError("--overwrite and --resume contradict each other; give one of them")

@@ -138,8 +138,9 @@ class Caller:
         return found
 
     def ends(self, stage: Any, seconds: float) -> None:
-        """Report how many seconds a stage has taken, over all its starts. Its marker is written after that, so that a
-        kill in between loses no time."""
+        """Report how many seconds a stage has taken: in this start, and in earlier ones if its record has theirs, as
+        that of a pipeline's stage does. The marker is written after that, so that the seconds of a stage that is
+        done are always reported."""
 
 
 def carry_out(stages: Iterable[Stage], workspace: Workspace, caller: Caller | None = None) -> list[str]:

@@ -329,7 +329,8 @@ def _evaluate(job: Job, model: str, which: str) -> None:
 class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
     """Callback that evaluates the policy every ``evaluation.every`` optimizer steps, into ``evaluation/step_<n>``.
 
-    The held-out answers are greedy, and are made by all ranks with the engine of the rollouts.
+    It does not evaluate after the last step, since the saved model is evaluated then. Of several conditions it asks
+    under the first. The held-out answers are greedy, and are made by all ranks with the engine of the rollouts.
     """
 
     def __init__(self, trainer: Any, section: EvaluationSection, folder: Path) -> None:

@@ -102,8 +102,8 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
 
 
 def reach_reward_models(rewards: Iterable[Any]) -> None:
-    """Raise ValueError if one of ``rewards`` is a reward model on the hub that cannot be loaded from here. Otherwise it
-    would fail later, when TRL builds its trainer."""
+    """Raise ValueError if one of ``rewards`` is a reward model on the hub whose configuration cannot be loaded from
+    here. Otherwise it would fail later, when TRL builds its trainer. Its weights are not looked for."""
     from transformers import AutoConfig
 
     for name in rewards:

@@ -21,8 +21,9 @@ from grpo_lab.reading import DEEPEST, HALF, read_text
 
 _AMBIGUOUS = "!ambiguous"
 _TWO_WAYS = re.compile(r"[-+]?(?:0[0-9_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)\Z")
-_NOT_TEXT = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool"))
 """Numbers that YAML 1.1 and 1.2 read differently: octal ones, and those of base 60."""
+_NOT_TEXT = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool"))
+"""Tags of values that stay text behind a key that names a file (``OF_FILES``)."""
 _OURS = (
     ("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")),
     (_AMBIGUOUS, _TWO_WAYS),
@@ -48,7 +49,8 @@ def _resolvers() -> dict[Any, list[tuple[str, Any]]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A ``SafeLoader`` with our patterns that refuses what the module's docstring lists."""
+    """A ``SafeLoader`` with our patterns that refuses what the module's docstring lists, and half a character (a lone
+    surrogate). Numbers and switches behind a key of ``OF_FILES`` are read as text."""
 
     yaml_implicit_resolvers = _resolvers()
 

@@ -40,7 +40,8 @@ def read_tests(value: Any, entry_point: str | None = None) -> Tests:
         entry_point: name of the function that the tests call, if the row has it in a column of its own.
 
     Raises:
-        ValueError: the tests cannot be used, with the reason; also if a program that does nothing would pass them.
+        ValueError: the tests cannot be used, with the reason; also if a script that prints nothing, or a function that
+            returns None, would pass all cases. Whether a text of assertions asserts anything is not checked here.
     """
     value = _from_text(value)
     if isinstance(value, Mapping) and isinstance(value.get("functional"), str):

@@ -285,7 +285,10 @@ def _characters(language: str) -> dict[str, float]:
 
 @lru_cache(maxsize=100_000)
 def _listed(word: str, languages: tuple[str, ...]) -> Likelihoods | None:
-    """Return a word's frequency in each language, ``[L]``, ``UNSEEN`` where the list lacks it; None if all lists do."""
+    """Return a word's frequency in each language, ``[L]``, ``UNSEEN`` where the list lacks it; None if all lists do.
+
+    A word with an apostrophe that no list has counts as its last part of more than one letter.
+    """
     lists = [_frequencies(language) for language in languages]
     forms = [word]
     if "'" in word:  # French and Italian lists hold the parts of l'homme, the English one don't as a whole

@@ -102,7 +102,8 @@ class Solution:
         return [self.text[start:end].strip() for start, end in zip([0, *self.ends], self.ends, strict=False)]
 
     def begun(self, step: int) -> dict[str, Any]:
-        """Return the problem with a prompt that already holds the solution up to the end of step number ``step``."""
+        """Return the problem with a prompt that already holds the solution up to the end of step number ``step``, from
+        0, and its end of line. The column ``begun`` has this beginning."""
         text = self.text[: self.ends[step]] + "\n"
         prompt = self.problem["prompt"]
         begins = in_form_of(prompt, text)

@@ -178,8 +178,8 @@ class MathVerifier:
         return read_together(gold, answer)
 
     def _spelled(self, text: str) -> str:
-        """Return the canonical spelling of a text. One of more than 4 · `MOST_CHARACTERS` stays as it is: even without
-        wrappers and spaces it would be refused for its length."""
+        """Return the canonical spelling of a text. One of more than 4 · `MOST_CHARACTERS` stays as it is, and is
+        refused for its length, even if it is short without its wrappers and spaces."""
         if _FIGURES.fullmatch(text):
             return text
         if len(text) <= 4 * MOST_CHARACTERS:

@@ -183,8 +183,8 @@ def _markers(text: str) -> list[Answer]:
 
 
 def _untagged_markers(text: str) -> list[Answer]:
-    r"""Find the answers of all markers except `<answer>`, in order. Of markers that overlap, as in "answer is
-    $\boxed{5}$", only the box counts."""
+    r"""Find the answers of the markers except `<answer>`, in order; of many markers of a kind the first and the last
+    `_KEPT`. A marker that overlaps a box does not count, as in "answer is $\boxed{5}$"; other markers may overlap."""
     boxes = boxed_answers(text)
     starts = [box.start for box in boxes]
     found = list(boxes)
